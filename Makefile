@@ -1,0 +1,50 @@
+# Two commands on a fresh machine: `make train` and `make test`. Needs make and Python 3.11 or newer, nothing else.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed.stamp
+TIERS := $(wildcard tests/unit tests/kernels tests/dist tests/e2e tests/compat)
+
+# One thread per process: ranks share the cores, and results do not depend on the machine's core count.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+# pytest's exit code 5 says that a tier has no test (yet), which is no error.
+EMPTY_IS_FINE := || [ $$? -eq 5 ]
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check slow gpu clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(INSTALLED) ## train the quickstart model on this machine (ARGS="train.steps=20" overrides options)
+	$(BIN)/moe-engine train experiment=quickstart $(ARGS)
+
+test: $(INSTALLED) ## all tests that need no GPU and are not slow
+	$(PYTEST) --durations=10 $(TIERS) $(ARGS) $(EMPTY_IS_FINE)
+
+check: $(INSTALLED) ## format, lint, types, import rules, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(PYTEST) tests/unit $(EMPTY_IS_FINE)
+
+slow: $(INSTALLED) ## the long tests: full layout matrix, builds, long runs
+	$(PYTEST) -m slow --timeout=1800 --durations=10 tests $(ARGS) $(EMPTY_IS_FINE)
+
+gpu: $(INSTALLED) ## the tests for a machine with a CUDA device
+	$(PYTEST) -m gpu tests $(ARGS) $(EMPTY_IS_FINE)
+
+clean: ## remove the virtual environment and all caches (keeps runs/ and data_cache/)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11: name a newer one, for example make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) cannot make a virtual environment: install its venv package (Debian: python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,dev,triton]"
+	@touch $@

@@ -1,0 +1,144 @@
+"""Every op in plain torch: the specification, the CPU path and the oracle of the tests.
+
+Two promises hold for all of them. Batch invariance: a row's result has the same bits whatever other rows are
+beside it. Fixed order: sums over several rows are taken in a stated order, in fp32 (fp64 for fp64 input).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# torch's CPU matrix products treat the last (rows mod 4) rows, and blocks of very few rows, by another path
+# with another order of sums: row blocks are filled up to these.
+ROW_MULTIPLE = 4
+MIN_ROWS = 16
+# Elementwise work goes over blocks of about this many elements, so that fp32 intermediates stay in cache.
+BLOCK_ELEMENTS = 1 << 16
+
+
+def _padded(rows: int) -> int:
+    return max(MIN_ROWS, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product a @ b with batch-invariant rows: a [R, in], b [in, out] (any strides) -> [R, out]."""
+    rows = a.shape[0]
+    padded = _padded(rows)
+    if padded == rows or rows == 0:
+        return a @ b
+    block = a.new_zeros(padded, a.shape[1])
+    block[:rows] = a
+    return (block @ b)[:rows]
+
+
+def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each group of rows times its own matrix, with batch-invariant rows.
+
+    a [N, in]: rows sorted by group; b [e, in, out]; counts: rows of each group, summing to at most N.
+    Returns [N, out]; rows after the last group are zero.
+    """
+    total = a.shape[0]
+    out = a.new_empty(total, b.shape[2])
+    start = 0
+    for matrix, count in zip(b, counts, strict=True):
+        stop, padded_stop = start + count, start + _padded(count)
+        if count and padded_stop <= total:
+            # Fill the block up with the rows that follow: what this writes there, later groups overwrite.
+            torch.mm(a[start:padded_stop], matrix, out=out[start:padded_stop])
+        elif count:
+            out[start:stop] = gemm(a[start:stop], matrix)
+        start = stop
+    out[start:] = 0
+    return out
+
+
+def grouped_wgrad(d_out: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
+    """Weight gradient of each group: d_out [N, out], a [N, in] -> d_out_g^T @ a_g, [e, out, in].
+
+    A group without rows has gradient zero.
+    """
+    grad = a.new_empty(len(counts), d_out.shape[1], a.shape[1])
+    start = 0
+    for group, count in enumerate(counts):
+        stop = start + count
+        if count:
+            torch.mm(d_out[start:stop].T, a[start:stop], out=grad[group])
+        else:
+            grad[group] = 0
+        start = stop
+    return grad
+
+
+def permute(x: Tensor, source: Tensor) -> Tensor:
+    """Row n of the result is row source[n] of `x` [R, D]; source [N] int64 -> [N, D]."""
+    return x.index_select(0, source)
+
+
+def unpermute(rows: Tensor, places: Tensor) -> Tensor:
+    """Sum of each output row's input rows, in the order of the columns of `places`.
+
+    rows [N, D]; places [R, k] int64, -1 for none -> [R, D], summed in fp32 and rounded once to rows' dtype.
+    """
+    if places.shape[1] == 1 and _all_present(places):
+        return rows.index_select(0, places[:, 0])
+    total = torch.zeros(places.shape[0], rows.shape[1], dtype=_wide(rows.dtype), device=rows.device)
+    for column in places.unbind(1):
+        if _all_present(column):
+            total += rows.index_select(0, column)
+        else:
+            present = (column >= 0).nonzero()[:, 0]
+            total.index_add_(0, present, rows.index_select(0, column[present]).to(total.dtype))
+    return total.to(rows.dtype)
+
+
+def _all_present(places: Tensor) -> bool:
+    return bool((places >= 0).all())
+
+
+def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, times the row's weight if given, in fp32 and rounded once.
+
+    gate_up [N, 2F] (gate first), weight [N] -> [N, F]. silu is written from exp, whose CPU code gives an element
+    the same bits wherever it stands (torch's own silu does not).
+    """
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    for rows in _row_blocks(gate_up):
+        gate, up = gate_up[rows].to(_wide(gate_up.dtype)).chunk(2, dim=1)
+        act = gate / (-gate).exp_().add_(1)
+        act *= up
+        if weight is not None:
+            act *= weight[rows, None]
+        out[rows] = act
+    return out
+
+
+def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `swiglu`: d_out [N, F] -> (d_gate_up [N, 2F] in gate_up's dtype, d_weight [N] or None)."""
+    d_gate_up = torch.empty_like(gate_up)
+    d_weight = None if weight is None else torch.empty_like(weight)
+    hidden = gate_up.shape[1] // 2
+    for rows in _row_blocks(gate_up):
+        gate, up = gate_up[rows].to(_wide(gate_up.dtype)).chunk(2, dim=1)
+        d_act = d_out[rows].to(gate.dtype)
+        sigmoid = (-gate).exp_().add_(1).reciprocal_()
+        silu = gate * sigmoid
+        if weight is not None and d_weight is not None:
+            d_weight[rows] = (d_act * silu * up).sum(dim=1)
+            d_act = d_act * weight[rows, None]
+        d_gate_up[rows, hidden:] = d_act * silu
+        slope = (1 - sigmoid).mul_(gate).add_(1).mul_(sigmoid)  # d silu / d gate
+        d_gate_up[rows, :hidden] = slope.mul_(up).mul_(d_act)
+    return d_gate_up, d_weight
+
+
+def _row_blocks(x: Tensor) -> Iterator[slice]:
+    step = max(1, BLOCK_ELEMENTS // max(1, x.shape[1]))
+    for start in range(0, x.shape[0], step):
+        yield slice(start, min(start + step, x.shape[0]))

@@ -1,0 +1,194 @@
+"""Every option of the engine, as dataclasses: the only schema there is.
+
+YAML files in `conf/` and the command line pick values; `config.load` builds these objects and refuses what
+they do not name, `config.validate` checks the rules that span fields. A component receives its own section,
+never the whole `Config`. Sizes are in elements, times in seconds, learning rates per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelConfig:
+    """The architecture: a DeepSeek-V3-style decoder (arXiv 2412.19437, section 2)."""
+
+    name: str = "custom"
+    vocab_size: int = 257
+    dim: int = 256
+    num_layers: int = 4  # decoder layers, MTP blocks not counted
+    num_dense_layers: int = 1  # the first layers, with a dense MLP in place of experts
+    dense_hidden: int = 512
+    # multi-head latent attention (section 2.1.1)
+    num_heads: int = 4
+    q_lora_rank: int = 0  # 0: queries come straight from the hidden state
+    kv_lora_rank: int = 64
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    v_head_dim: int = 32
+    rope_theta: float = 10000.0
+    # experts (section 2.1.2)
+    num_experts: int = 16
+    top_k: int = 4
+    expert_hidden: int = 128
+    num_shared_experts: int = 1  # merged into one MLP of num_shared_experts * expert_hidden
+    score_function: str = "sigmoid"  # sigmoid | softmax
+    num_groups: int = 1  # node-limited routing: experts are split in this many groups …
+    top_groups: int = 1  # … and a token uses at most this many of them
+    group_score: str = "sum_top2"  # sum_top2 (V3) | max (V2)
+    normalize_weights: bool = True
+    route_scale: float = 1.0
+    # output
+    mtp_depth: int = 0  # multi-token prediction modules (section 2.2)
+    tied_head: bool = False  # the output head is the embedding table
+    norm_eps: float = 1e-6
+    init_std: float = 0.006
+
+
+@dataclass
+class MoEConfig:
+    """One MoE layer by itself: all that `MoELayer` needs in somebody else's model."""
+
+    dim: int
+    expert_hidden: int
+    num_experts: int
+    top_k: int
+    num_shared_experts: int = 0
+    score_function: str = "sigmoid"
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "sum_top2"
+    normalize_weights: bool = True
+    route_scale: float = 1.0
+    combine: str = "dedup"  # see MoESection
+    aux_loss_weight: float = 1e-4
+    bias_step: float = 1e-3
+    init_std: float = 0.006
+
+
+@dataclass
+class MoESection:
+    """Section `moe`: how the experts of a run are balanced and reached."""
+
+    combine: str = "dedup"  # dedup: one row per (token, destination rank) | exact: one per (token, expert), bit-equal across ep
+    aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
+    bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
+
+
+@dataclass
+class ParallelConfig:
+    """Section `parallel`: world = pp * dp * cp * tp; experts fold into the same ranks."""
+
+    pp: int = 1
+    dp: int | None = None  # derived from the world when not given
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+    zero: int = 1
+
+
+@dataclass
+class PipelineConfig:
+    """Section `pipeline`."""
+
+    schedule: str = "1f1b"  # a name that `schedule.schedules` knows
+    micro_batches: int | None = None  # per data-parallel rank and step; derived for `train`, refused if it disagrees
+
+
+@dataclass
+class PrecisionConfig:
+    """Section `precision`: formats of parameters and compute, of accumulated gradients, of master weights and moments."""
+
+    name: str = "bf16"
+    compute: str = "bfloat16"
+    gradient: str = "float32"
+    master: str = "float32"
+
+
+@dataclass
+class OptimConfig:
+    """Section `optim`: AdamW with warm-up and cosine decay."""
+
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
+    decay_embedding: bool = True  # weight decay on the embedding table too (norms, router and biases never decay)
+
+
+@dataclass
+class DataConfig:
+    """Section `data`: text in, memory-mapped token files out."""
+
+    text_paths: list[str] = field(default_factory=list)  # files or folders; empty: this Python's standard library
+    cache_dir: str = "data_cache"
+    mask_documents: bool = True  # attention, positions and targets stop at a document's border
+    validation_fraction: float = 0.05  # of the files
+    max_bytes: int = 0  # stop reading text after this much; 0: read all
+
+
+@dataclass
+class TrainConfig:
+    """Section `train`."""
+
+    steps: int = 100
+    global_batch: int = 16  # sequences a step, over all ranks
+    micro_batch: int = 4  # sequences a micro-batch, on one dp rank
+    seq_len: int = 256
+    seed: int = 0
+    mtp_loss_weight: float = 0.3  # lambda; each depth gets lambda / depths
+    eval_sequences: int = 64  # validation sequences at the end; 0: no validation
+    sample_tokens: int = 200  # length of the generated sample at the end; 0: none
+    checkpoint_every: int = 0  # steps; 0: only at the end
+    threads: int = 1  # CPU threads of each rank
+
+
+@dataclass
+class RunConfig:
+    """Section `run`: where the results of a run go."""
+
+    dir: str = "runs"
+    name: str = "default"
+    resume: bool = False  # go on from the newest complete checkpoint of this run
+    check: bool = False  # only validate the configuration
+
+
+@dataclass
+class Config:
+    """A whole training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoESection = field(default_factory=MoESection)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
+    """The MoE layer of a model: its architecture from section `model`, its behaviour from section `moe`."""
+    return MoEConfig(
+        dim=model.dim,
+        expert_hidden=model.expert_hidden,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        num_shared_experts=model.num_shared_experts,
+        score_function=model.score_function,
+        num_groups=model.num_groups,
+        top_groups=model.top_groups,
+        group_score=model.group_score,
+        normalize_weights=model.normalize_weights,
+        route_scale=model.route_scale,
+        combine=moe.combine,
+        aux_loss_weight=moe.aux_loss_weight,
+        bias_step=moe.bias_step,
+        init_std=model.init_std,
+    )

@@ -1,0 +1,221 @@
+"""Plain dictionaries to dataclasses, strictly: nothing unknown, nothing of another type, all mistakes at once.
+
+Hydra lets `+key=value` past a structured config and OmegaConf converts what it can, so neither can be the check.
+Here every key must be a field of the schema and every value must have the field's type. An integer is taken
+for a float, and so is text like "1e-3" (YAML 1.1 reads it as text); nothing else is converted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+from moe_engine.config.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a schema: its dotted name, its type, and a value that works."""
+
+    name: str
+    type: Any
+    example: Any
+
+    @property
+    def base_type(self) -> Any:
+        """The type without `| None`."""
+        if typing.get_origin(self.type) in (typing.Union, types.UnionType):
+            return next(arm for arm in typing.get_args(self.type) if arm is not type(None))
+        return self.type
+
+    @property
+    def optional(self) -> bool:
+        return self.base_type is not self.type
+
+
+def options(schema: type, prefix: str = "") -> dict[str, Option]:
+    """Every option of a schema by its dotted name, in the order of the fields."""
+    hints = typing.get_type_hints(schema)
+    found: dict[str, Option] = {}
+    for item in fields(schema):
+        name, hint = prefix + item.name, hints[item.name]
+        if is_dataclass(hint):
+            found |= options(typing.cast(type, hint), f"{name}.")
+        else:
+            default = item.default_factory() if item.default_factory is not MISSING else item.default
+            found[name] = Option(name, hint, _example(hint) if default in (None, MISSING, [], "") else default)
+    return found
+
+
+def build(schema: type[T], data: Mapping[str, Any]) -> T:
+    """The dataclass `schema` with the values of `data` (sections are nested mappings); the rest has its default.
+
+    Raises ConfigError with a line for each unknown key, value of a wrong type, and rule of a `__post_init__`.
+    """
+    problems: list[str] = []
+    result = _build(schema, data, "", options(schema), problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return typing.cast(T, result)
+
+
+def unknown(name: str, value: Any, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """The line that refuses `name`, with the options of `known` (or other names in `also`) that may be meant."""
+    known = list(known)
+    close = closest(name, [*known, *also])
+    if close:
+        return f"{shown(name, value)}: no such option; did you mean {' or '.join(close)}?"
+    first_words = dict.fromkeys(option.partition(".")[0] for option in known)
+    return f"{shown(name, value)}: no such option; there are {', '.join(first_words)}"
+
+
+def not_a_value(name: str, value: Any, known: Mapping[str, Option]) -> str:
+    """The line that refuses a value for a whole section."""
+    inside = next(option for option in known.values() if option.name.startswith(f"{name}."))
+    return (
+        f"{shown(name, value)}: {name} is a section; set its options, for example {shown(inside.name, inside.example)}"
+    )
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of the `known` names that `name` may stand for: the same option of another section comes first."""
+    known = list(known)
+    word = name.rpartition(".")[2]
+    exact = [other for other in known if other.rpartition(".")[2] == word]
+    if exact:
+        return exact[:3]
+    return _nearest(name, {other: other for other in known}) or _nearest(
+        word, {other.rpartition(".")[2]: other for other in known}
+    )
+
+
+def _nearest(word: str, names: Mapping[str, str]) -> list[str]:
+    """The names whose keys are as near to `word` as the nearest is, if that is near at all."""
+
+    def likeness(key: str) -> float:
+        return difflib.SequenceMatcher(None, word, key).ratio()
+
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.7)
+    return [names[key] for key in close if likeness(key) > likeness(close[0]) - 0.05]
+
+
+def shown(name: str, value: Any) -> str:
+    """`name=value` as one writes it on the command line; long values are cut."""
+    text = _text(value)
+    return f"{name}={text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _build(schema: type, data: Mapping[str, Any], prefix: str, known: Mapping[str, Option], problems: list[str]) -> Any:
+    """One section. Returns None if something in it is wrong."""
+    hints = typing.get_type_hints(schema)
+    count = len(problems)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            # The whole schema is searched, so that `train.lr` finds `optim.lr`.
+            problems += [unknown(leaf, given, known) for leaf, given in _leaves(name, value)]
+        elif not is_dataclass(hints[key]):
+            values[key] = _convert(known[name], value, problems)
+        elif isinstance(value, Mapping):
+            values[key] = _build(typing.cast(type, hints[key]), value, f"{name}.", known, problems)
+        else:
+            problems.append(not_a_value(name, value, known))
+    for item in fields(schema):
+        if item.name not in data and item.default is MISSING and item.default_factory is MISSING:
+            option = known[prefix + item.name]
+            problems.append(f"{option.name}: a value is needed, for example {shown(option.name, option.example)}")
+    if len(problems) > count:
+        return None
+    try:
+        return schema(**values)
+    except ConfigError as error:  # a rule of the section's own
+        problems += str(error).splitlines()
+        return None
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The dotted names and values inside a mapping; a value that is none is its own leaf."""
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
+    return [(name, value)]
+
+
+def _convert(option: Option, value: Any, problems: list[str]) -> Any:
+    """The value in the option's type; what cannot be is added to `problems`."""
+    if value is None and option.optional:
+        return None
+    converted, rule = _CONVERTERS[option.base_type](value)
+    if rule is not None:
+        example = _fitting(option, value)
+        problems.append(f"{shown(option.name, value)}: {rule}, for example {shown(option.name, example)}")
+    return converted
+
+
+def _fitting(option: Option, value: Any) -> Any:
+    """A value that works, as near as can be to the one given."""
+    if option.base_type is int and isinstance(value, float) and math.isfinite(value):
+        return round(value)
+    if option.base_type == list[str] and isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return option.example
+
+
+def _int(value: Any) -> tuple[Any, str | None]:
+    good = isinstance(value, int) and not isinstance(value, bool)
+    return value, None if good else "a whole number is expected"
+
+
+def _float(value: Any) -> tuple[Any, str | None]:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value, "a number is expected"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value, "a number is expected"
+    return float(value), None if math.isfinite(value) else "a finite number is expected"
+
+
+def _bool(value: Any) -> tuple[Any, str | None]:
+    return value, None if isinstance(value, bool) else "true or false is expected"
+
+
+def _str(value: Any) -> tuple[Any, str | None]:
+    return value, None if isinstance(value, str) else "text is expected (numbers in quotes)"
+
+
+def _str_list(value: Any) -> tuple[Any, str | None]:
+    good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return value, None if good else "a list of texts is expected (numbers in quotes)"
+
+
+_CONVERTERS: Mapping[Any, Any] = types.MappingProxyType(
+    {int: _int, float: _float, bool: _bool, str: _str, list[str]: _str_list}
+)
+
+
+def _example(hint: Any) -> Any:
+    """A value of a type, where the schema's default says nothing."""
+    examples = {int: 1, float: 1.0, bool: True, str: "text", list[str]: ["first", "second"]}
+    return examples[Option("", hint, None).base_type]
+
+
+def _text(value: Any) -> str:
+    """A value as YAML and the command line write it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(_text(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,326 @@
+"""The rules that a configuration must keep, checked before any process or device is touched.
+
+`strict` has already checked names and types; here are the values: first each by itself, then those that must fit
+together (a rule is skipped when a value it uses is already refused). All failures are one ConfigError, a line each,
+with `name=value`, the rule, and a value that works. Legal pipeline schedules are known to `schedule`, which lies above
+this room, so the command line asks there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from moe_engine.config import strict
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import Config, MoEConfig
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # recipe: its compute format
+
+_WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
+_CHOICES = {
+    "score_function": ("sigmoid", "softmax"),
+    "group_score": ("sum_top2", "max"),
+    "combine": ("dedup", "exact"),
+    "precision.name": tuple(PRECISIONS),
+    "precision.compute": tuple(_WIDTHS),
+    "precision.gradient": ("float32", "float64"),
+    "precision.master": ("float32", "float64"),
+}
+
+
+def validate(config: Config, world: int | None = None) -> None:
+    """Check every rule. `world` is the number of ranks, where it is given from outside (torchrun, Slurm).
+
+    Raises ConfigError with a line for each rule that is broken.
+    """
+    strict.build(Config, asdict(config))  # the types, of a configuration made in Python
+    rules = _Rules(config)
+    _check_model(rules)
+    _check_routing(rules, "model.", "moe.")
+    _check_precision(rules)
+    _check_optim_and_data(rules)
+    _check_train(rules)
+    _check_layout(rules, world)
+    _check_batch(rules, world)
+    rules.finish()
+
+
+def validate_moe(config: MoEConfig) -> None:
+    """Check the configuration of a layer that stands alone. Raises ConfigError with a line for each broken rule."""
+    strict.build(MoEConfig, asdict(config))
+    rules = _Rules(config)
+    rules.at_least(1, "dim")
+    rules.at_least(0, "init_std")
+    _check_routing(rules, "", "")
+    rules.finish()
+
+
+def resolve(config: Config, world: int | None = None) -> Config:
+    """A copy with everything filled in that follows from the rest: `parallel.dp` and `pipeline.micro_batches`.
+
+    Without a `world`, dp is the smallest that holds `parallel.ep`. The configuration must be valid.
+    """
+    resolved = copy.deepcopy(config)
+    resolved.parallel.dp = _data_parallel(config, world)
+    resolved.pipeline.micro_batches = config.train.global_batch // (resolved.parallel.dp * config.train.micro_batch)
+    return resolved
+
+
+def _data_parallel(config: Config, world: int | None) -> int:
+    """Dense replicas: as given, else all that the world has room for, else as few as the experts need."""
+    parallel = config.parallel
+    if parallel.dp is not None:
+        return parallel.dp
+    if world is not None:
+        return max(1, world // (parallel.pp * parallel.cp * parallel.tp))
+    return parallel.ep // math.gcd(parallel.ep, parallel.cp)
+
+
+class _Rules:
+    """Collects the broken rules of one configuration, and which options they were about."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._problems: list[str] = []
+        self._refused: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a dotted option."""
+        value = self.config
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+    def sound(self, *names: str) -> bool:
+        """Whether none of these options is refused so far, so that a rule may calculate with them."""
+        return not self._refused.intersection(names)
+
+    def refuse(self, name: str, rule: str) -> None:
+        self._refused.add(name)
+        self._problems.append(f"{strict.shown(name, self[name])}: {rule}")
+
+    def at_least(self, smallest: int, *names: str) -> None:
+        for name in names:
+            if not self[name] >= smallest:
+                self.refuse(name, f"must be {smallest} or more, for example {name}={smallest}")
+
+    def positive(self, example: float, *names: str) -> None:
+        for name in names:
+            if not self[name] > 0:
+                self.refuse(name, f"must be larger than 0, for example {name}={example}")
+
+    def fraction(self, example: float, *names: str) -> None:
+        for name in names:
+            if not 0 <= self[name] < 1:
+                self.refuse(name, f"must be at least 0 and less than 1, for example {name}={example}")
+
+    def one_of(self, name: str, values: Iterable[str]) -> None:
+        values = list(values)
+        if self[name] not in values:
+            close = strict.closest(str(self[name]), values)
+            hint = f"did you mean {close[0]}? There are" if close else "there are"
+            self.refuse(name, f"no such choice; {hint} {', '.join(values)}")
+
+    def finish(self) -> None:
+        if self._problems:
+            raise ConfigError("\n".join(self._problems))
+
+
+def _check_model(rules: _Rules) -> None:
+    sizes = ("dim", "num_layers", "dense_hidden", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    rules.at_least(1, *(f"model.{size}" for size in sizes))
+    rules.at_least(0, "model.num_dense_layers", "model.q_lora_rank", "model.mtp_depth", "model.init_std")
+    rules.positive(10000.0, "model.rope_theta")
+    rules.positive(1e-6, "model.norm_eps")
+    rope = rules["model.qk_rope_head_dim"]
+    if rope < 2 or rope % 2:
+        even = max(2, rope + 1)
+        rules.refuse(
+            "model.qk_rope_head_dim", f"RoPE turns pairs, so it must be even; use model.qk_rope_head_dim={even}"
+        )
+    if rules["model.vocab_size"] < BYTE_VOCABULARY:
+        rules.refuse(
+            "model.vocab_size",
+            f"the byte tokenizer has {BYTE_VOCABULARY} tokens; use model.vocab_size={BYTE_VOCABULARY} or more",
+        )
+    if rules.sound("model.num_dense_layers", "model.num_layers"):
+        layers = rules["model.num_layers"]
+        if rules["model.num_dense_layers"] > layers:
+            rules.refuse("model.num_dense_layers", f"must be at most model.num_layers={layers}")
+
+
+def _check_routing(rules: _Rules, model: str, moe: str) -> None:
+    """Experts and router; `model` and `moe` are the prefixes of the sections that hold the options."""
+    experts, top_k, groups, top_groups = (model + name for name in ("num_experts", "top_k", "num_groups", "top_groups"))
+    rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
+    rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "bias_step")
+    rules.positive(1.0, model + "route_scale")
+    for name in (model + "score_function", model + "group_score", moe + "combine"):
+        rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
+    if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
+        rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")
+    if rules.sound(groups, top_groups) and rules[top_groups] > rules[groups]:
+        rules.refuse(top_groups, f"must be at most {groups}={rules[groups]}")
+    if rules.sound(experts, groups):
+        _check_groups(rules, experts, top_k, groups, top_groups, model + "group_score")
+
+
+def _check_groups(rules: _Rules, experts: str, top_k: str, groups: str, top_groups: str, group_score: str) -> None:
+    """Node-limited routing: the experts in equal groups, of which the best few have room for top_k."""
+    if rules[experts] % rules[groups]:
+        near = _divisors(rules[experts])
+        rules.refuse(groups, f"must divide {experts}={rules[experts]}; use {groups}={_nearest(rules[groups], near)}")
+        return
+    per_group = rules[experts] // rules[groups]
+    if rules.sound(top_k, top_groups) and rules[top_groups] * per_group < rules[top_k]:
+        enough = -(-rules[top_k] // per_group)
+        rules.refuse(
+            top_groups,
+            f"{rules[top_groups]} groups of {per_group} experts hold fewer than {top_k}={rules[top_k]}; "
+            f"use {top_groups}={enough} or more",
+        )
+    if rules[groups] > 1 and rules[group_score] == "sum_top2" and per_group < 2:
+        rules.refuse(
+            group_score,
+            f"the sum of the best two needs at least 2 experts a group, and {experts}={rules[experts]} in "
+            f"{groups}={rules[groups]} gives {per_group}; use {group_score}=max",
+        )
+
+
+def _check_precision(rules: _Rules) -> None:
+    names = ("name", "compute", "gradient", "master")
+    for name in names:
+        rules.one_of(f"precision.{name}", _CHOICES[f"precision.{name}"])
+    if not rules.sound(*(f"precision.{name}" for name in names)):
+        return
+    recipe, compute = rules["precision.name"], rules["precision.compute"]
+    if PRECISIONS[recipe] != compute:
+        right = next(name for name, format_ in PRECISIONS.items() if format_ == compute)
+        rules.refuse("precision.compute", f"recipe {recipe} computes in {PRECISIONS[recipe]}; use precision={right}")
+        return
+    for name in ("gradient", "master"):
+        if _WIDTHS[rules[f"precision.{name}"]] < _WIDTHS[compute]:
+            rules.refuse(
+                f"precision.{name}",
+                f"must be at least as wide as precision.compute={compute}; use precision.{name}={compute}",
+            )
+
+
+def _check_optim_and_data(rules: _Rules) -> None:
+    rules.positive(3e-3, "optim.lr")
+    rules.positive(1e-8, "optim.eps")
+    rules.at_least(0, "optim.warmup_steps", "optim.weight_decay", "optim.clip", "data.max_bytes")
+    rules.fraction(0.9, "optim.beta1", "optim.beta2")
+    rules.fraction(0.05, "data.validation_fraction")
+    if not 0 <= rules["optim.min_lr_ratio"] <= 1:
+        rules.refuse("optim.min_lr_ratio", "must be from 0 to 1, for example optim.min_lr_ratio=0.1")
+    if not rules["data.cache_dir"]:
+        rules.refuse("data.cache_dir", "a folder is needed, for example data.cache_dir=data_cache")
+
+
+def _check_train(rules: _Rules) -> None:
+    rules.at_least(1, "train.steps", "train.global_batch", "train.micro_batch", "train.seq_len", "train.threads")
+    counts = ("seed", "mtp_loss_weight", "eval_sequences", "sample_tokens", "checkpoint_every")
+    rules.at_least(0, *(f"train.{name}" for name in counts))
+    if rules["train.eval_sequences"] > 0 and rules["data.validation_fraction"] == 0:
+        rules.refuse(
+            "data.validation_fraction",
+            f"train.eval_sequences={rules['train.eval_sequences']} needs text to validate on; "
+            "use data.validation_fraction=0.05, or train.eval_sequences=0",
+        )
+    if not rules["run.dir"]:
+        rules.refuse("run.dir", "a folder is needed, for example run.dir=runs")
+    name = rules["run.name"]
+    if not name or "/" in name or name in (".", ".."):
+        rules.refuse("run.name", "the name of one folder inside run.dir is needed, for example run.name=first")
+
+
+def _check_layout(rules: _Rules, world: int | None) -> None:
+    rules.at_least(1, "parallel.pp", "parallel.cp", "parallel.ep", "parallel.tp")
+    if rules["parallel.dp"] is not None:
+        rules.at_least(1, "parallel.dp")
+    if rules["parallel.tp"] > 1:
+        rules.refuse("parallel.tp", "tensor parallelism is not built yet; use parallel.tp=1")
+    if rules["parallel.cp"] > 1:
+        rules.refuse("parallel.cp", "context parallelism is not built yet; use parallel.cp=1")
+    if rules["parallel.zero"] != 1:
+        rules.refuse("parallel.zero", "optimizer states are always sharded (ZeRO-1); use parallel.zero=1")
+    if rules.sound("parallel.pp", "model.num_layers", "model.mtp_depth"):
+        # Every stage has a block; MTP blocks are all on the last one.
+        most = rules["model.num_layers"] + (rules["model.mtp_depth"] > 0)
+        if rules["parallel.pp"] > most:
+            rules.refuse("parallel.pp", f"the model has blocks for {most} stages; use parallel.pp={most} or less")
+    if rules.sound("parallel.ep", "model.num_experts") and rules["model.num_experts"] % rules["parallel.ep"]:
+        near = _nearest(rules["parallel.ep"], _divisors(rules["model.num_experts"]))
+        rules.refuse(
+            "parallel.ep", f"must divide model.num_experts={rules['model.num_experts']}; use parallel.ep={near}"
+        )
+    axes = [f"parallel.{axis}" for axis in ("pp", "dp", "cp", "tp")]
+    if world is not None and rules.sound(*axes):
+        _check_world(rules, world)
+    if rules.sound(*axes, "parallel.ep"):
+        _check_expert_parallel(rules, world)
+
+
+def _check_world(rules: _Rules, world: int) -> None:
+    """The ranks given from outside are the ones that the layout needs."""
+    parallel = rules["parallel"]
+    others = parallel.pp * parallel.cp * parallel.tp
+    grid = f"pp={parallel.pp} x cp={parallel.cp} x tp={parallel.tp}"
+    if parallel.dp is None and world % others:
+        rules.refuse(
+            "parallel.pp", f"{grid} does not divide the {world} ranks given; start a multiple of {others} ranks"
+        )
+    elif parallel.dp is not None and world != others * parallel.dp:
+        needed = others * parallel.dp
+        fits = f", or use parallel.dp={world // others}" if world % others == 0 else ""
+        rules.refuse("parallel.dp", f"with {grid} needs {needed} ranks, and {world} are given; start {needed}{fits}")
+
+
+def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
+    """Experts fold into the data-parallel ranks of a stage."""
+    replicas = _data_parallel(rules.config, world) * rules["parallel.cp"]
+    ep = rules["parallel.ep"]
+    if replicas % ep:
+        near = _nearest(ep, [d for d in _divisors(replicas) if rules["model.num_experts"] % d == 0])
+        rules.refuse(
+            "parallel.ep",
+            f"must divide parallel.dp * parallel.cp = {replicas}; use parallel.ep={near}, "
+            f"or parallel.dp={math.lcm(replicas, ep)}",
+        )
+
+
+def _check_batch(rules: _Rules, world: int | None) -> None:
+    """The batch is whole micro-batches on every data-parallel rank."""
+    batch, micro_batch = "train.global_batch", "train.micro_batch"
+    if not rules.sound(batch, micro_batch, *(f"parallel.{axis}" for axis in ("pp", "dp", "cp", "ep", "tp"))):
+        return
+    dp = _data_parallel(rules.config, world)
+    unit = dp * rules[micro_batch]
+    if rules[batch] % unit:
+        below = rules[batch] // unit * unit
+        near = f"{batch}={below + unit}" if below == 0 else f"{batch}={below} or {below + unit}"
+        rules.refuse(
+            batch, f"must be a multiple of parallel.dp * {micro_batch} = {dp} * {rules[micro_batch]}; use {near}"
+        )
+        return
+    derived, given = rules[batch] // unit, rules["pipeline.micro_batches"]
+    if given is not None and given != derived:
+        rules.refuse(
+            "pipeline.micro_batches",
+            f"{batch} / (parallel.dp * {micro_batch}) = {derived} here; leave it out, "
+            f"or use {batch}={unit * given if given > 0 else unit}",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _nearest(value: int, candidates: list[int]) -> int:
+    return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))

@@ -1,0 +1,209 @@
+"""Packed rows as tensors: what a step's micro-batches are made of.
+
+The documents of a stream lie end to end, and row i is S tokens from place i·S on, with the 1 + D tokens after
+them as targets and as inputs of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). So every token
+is the main input of exactly one row, but for fewer than S + 1 + D at the very end. The borders of documents travel
+along: positions restart there, attention can be masked by `document_ids` or `cu_seqlens()`, and a target in another
+document is not valid (section 4.1 packs in the same way). Which rows a step gets depends on the seed and the step
+only: the global batch is cut by data-parallel rank and then in micro-batches, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.data.order import RowIndices, ordered_rows
+from moe_engine.data.tokens import TokenStream
+
+IGNORE = -100  # the label of a target that does not count, as in torch's cross entropy
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of S tokens with D extra depths of prediction.
+
+    tokens        [1+D, B, S] int64: tokens[k][b, t] is the token at place t + k; k = 0 the main input, k the extra
+                  input of prediction depth k
+    labels        [1+D, B, S] int64: labels[k][b, t] is the token at place t + 1 + k, or IGNORE
+    positions     [B, S] int64: place inside the document, from 0 at a document's start and at the row's start
+    document_ids  [B, S] int32: 0, 1, 2 … inside the row
+    token_mask    [B, S] bool, False for padding; None: no padding (packed text never has any)
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    document_ids: torch.Tensor
+    token_mask: torch.Tensor | None = None
+
+    def cu_seqlens(self) -> torch.Tensor:
+        """Where each document starts in the B * S tokens laid end to end, and B * S: int32 [documents + 1]."""
+        starts = torch.ones_like(self.document_ids, dtype=torch.bool)  # [B, S]; a row always starts one
+        starts[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
+        places = starts.flatten().nonzero().flatten()
+        return torch.cat([places, places.new_tensor([starts.numel()])]).to(torch.int32)
+
+    def slice_rows(self, start: int, stop: int) -> Batch:
+        """Rows start … stop - 1, as views."""
+        return Batch(
+            self.tokens[:, start:stop],
+            self.labels[:, start:stop],
+            self.positions[start:stop],
+            self.document_ids[start:stop],
+            None if self.token_mask is None else self.token_mask[start:stop],
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        return Batch(
+            self.tokens.to(device),
+            self.labels.to(device),
+            self.positions.to(device),
+            self.document_ids.to(device),
+            None if self.token_mask is None else self.token_mask.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class ItemCounts:
+    """How many items each loss term has; a term is its sum divided by the count of the whole global batch."""
+
+    tokens: int  # valid main targets
+    mtp: tuple[int, ...]  # valid targets of each prediction depth
+    sequences: int  # rows with at least one token that is not padding
+
+
+class PackedDataset:
+    """Rows of `seq_len` tokens out of a stream of documents, in an order that needs no state.
+
+    stream          the documents; an end-of-document token is theirs to have
+    seq_len         S
+    mtp_depth       D
+    mask_documents  True: a target counts only if it lies in the document of its row's token t, whatever the depth.
+                    False: the row is one document, every target counts
+    seed            of the order of the rows
+    name            what the stream is called in messages
+
+    Raises `ConfigError` when the stream is shorter than one row.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        seq_len: int,
+        mtp_depth: int = 0,
+        mask_documents: bool = True,
+        seed: int = 0,
+        name: str = "train",
+    ) -> None:
+        if seq_len < 1 or mtp_depth < 0:
+            raise ConfigError(
+                f"train.seq_len={seq_len}, model.mtp_depth={mtp_depth}: need seq_len >= 1 and mtp_depth >= 0, "
+                "for example 256 and 1"
+            )
+        self.stream, self.name = stream, name
+        self.seq_len, self.mtp_depth, self.mask_documents, self.seed = seq_len, mtp_depth, mask_documents, seed
+        longest = stream.num_tokens - 1 - mtp_depth
+        if longest < seq_len:
+            remedy = f"use train.seq_len<={longest} or more text" if longest > 0 else "give more text"
+            raise ConfigError(
+                f"train.seq_len={seq_len}: the {name} text has {stream.num_tokens} tokens, fewer than one row of "
+                f"seq_len + 1 + model.mtp_depth = {seq_len + 1 + mtp_depth}; {remedy} in data.text_paths"
+            )
+        self.num_rows = longest // seq_len
+
+    def rows(self, step: int, global_batch: int, *, start: int = 0, stop: int | None = None) -> RowIndices:
+        """The rows of a step, of all ranks together, [global_batch]; or only places start … stop - 1 of them.
+
+        A step may run over the end of an epoch; the next epoch's order then goes on in it.
+        """
+        stop = global_batch if stop is None else stop
+        return ordered_rows(step * global_batch + start, stop - start, num_rows=self.num_rows, seed=self.seed)
+
+    def fixed_rows(self, count: int) -> RowIndices:
+        """The first `count` rows in plain order, [count], as validation wants them.
+
+        Raises `ConfigError` if there are fewer.
+        """
+        if count > self.num_rows:
+            raise ConfigError(
+                f"train.eval_sequences={count}: the {self.name} text has only {self.num_rows} rows of "
+                f"{self.seq_len} tokens; use train.eval_sequences<={self.num_rows}, more text, "
+                "or a larger data.validation_fraction"
+            )
+        return np.arange(count, dtype=np.int64)
+
+    def batch(self, row_indices: Sequence[int] | RowIndices) -> Batch:
+        """The given rows as a batch, B = len(row_indices). Raises `IndexError` for a row that is not there."""
+        rows = np.asarray(row_indices, dtype=np.int64)
+        if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
+            raise IndexError(f"rows {rows.min()} … {rows.max()} of {self.num_rows}")
+        length, depths = self.seq_len, 1 + self.mtp_depth
+        window, documents, positions = self._windows(rows * length)
+        tokens = np.stack([window[:, k : k + length] for k in range(depths)])
+        labels = np.stack([window[:, k + 1 : k + 1 + length] for k in range(depths)])
+        for k in range(depths):
+            labels[k][documents[:, k + 1 : k + 1 + length] != documents[:, :length]] = IGNORE
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            torch.from_numpy(positions[:, :length].copy()),
+            torch.from_numpy(documents[:, :length].astype(np.int32)),
+        )
+
+    def _windows(self, starts: RowIndices) -> tuple[npt.NDArray[np.int64], RowIndices, RowIndices]:
+        """Tokens, document ids and positions of the rows with their look-ahead, each [B, S + 1 + D]."""
+        width = self.seq_len + 1 + self.mtp_depth
+        tokens = np.empty((len(starts), width), dtype=np.int64)
+        begins = np.zeros((len(starts), width), dtype=np.int64)  # 1 where a document starts inside the row
+        offsets = self.stream.document_offsets
+        first = np.searchsorted(offsets, starts, side="right")
+        last = np.searchsorted(offsets, starts + width, side="left")
+        for b, start in enumerate(starts):
+            tokens[b] = self.stream.tokens[start : start + width]
+            if self.mask_documents:
+                begins[b, offsets[first[b] : last[b]] - start] = 1
+        places = np.arange(width)
+        document_starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        return tokens, np.cumsum(begins, axis=1), places - document_starts
+
+
+def micro_batches(
+    dataset: PackedDataset, step: int, *, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
+) -> list[Batch]:
+    """The micro-batches of one data-parallel rank for one step, in order.
+
+    Rank r takes rows r · global_batch / dp_size … of the step's rows, and cuts them in pieces of `micro_batch`.
+    Raises `ConfigError` when the pieces are not whole.
+    """
+    if min(global_batch, micro_batch) < 1 or global_batch % (micro_batch * dp_size):
+        unit = max(micro_batch, 1) * dp_size
+        raise ConfigError(
+            f"train.global_batch={global_batch}: must be a multiple of train.micro_batch={micro_batch} times "
+            f"parallel.dp={dp_size}, for example {max(global_batch // unit, 1) * unit}"
+        )
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank={dp_rank}: must be one of the {dp_size} data-parallel ranks")
+    share = global_batch // dp_size
+    rows = dataset.rows(step, global_batch, start=dp_rank * share, stop=(dp_rank + 1) * share)
+    whole = dataset.batch(rows)
+    return [whole.slice_rows(start, start + micro_batch) for start in range(0, share, micro_batch)]
+
+
+def count_items(batches: Sequence[Batch]) -> ItemCounts:
+    """The items of some batches of this rank; the global counts are their sum over the data-parallel ranks."""
+    if not batches:
+        return ItemCounts(0, (), 0)
+    valid = [sum(int((batch.labels[k] != IGNORE).sum()) for batch in batches) for k in range(len(batches[0].labels))]
+    sequences = sum(
+        batch.positions.shape[0] if batch.token_mask is None else int(batch.token_mask.any(dim=1).sum())
+        for batch in batches
+    )
+    return ItemCounts(valid[0], tuple(valid[1:]), sequences)

@@ -1,0 +1,185 @@
+"""Communicators: every collective and message of the engine goes through one of these objects.
+
+A `Communicator` is a fixed tuple of ranks with a name. With one rank it has no process group and every call is
+a local no-op, so code above never asks whether an axis is used. It fixes what torch leaves open:
+
+* sums of floating-point numbers over ranks are taken in rank order (all-to-all or all-gather, then an ordered
+  sum): an all-reduce adds in an order that depends on the backend and on a value's offset in the buffer, and
+  bits would change with the layout;
+* no call changes its argument, and none records into autograd (an all-to-all on a tensor that requires a
+  gradient would silently cut the graph: the autograd functions of `moe.dispatch` are the only door);
+* started operations return a `Pending`, which keeps the buffers alive until it is waited for;
+* every call can be recorded in a `CollectiveLog`, since two ranks that enqueue in different orders swap data
+  silently on Gloo and deadlock on NCCL: tests compare the logs of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One enqueued operation; `bytes` is what this rank put in."""
+
+    op: str
+    communicator: str
+    label: str
+    bytes: int
+
+
+@dataclass
+class CollectiveLog:
+    """The order in which one rank enqueued its operations."""
+
+    records: list[CollectiveRecord] = field(default_factory=list)
+
+    def add(self, op: str, communicator: str, label: str, tensor: Tensor) -> None:
+        self.records.append(CollectiveRecord(op, communicator, label, tensor.numel() * tensor.element_size()))
+
+
+class Pending:
+    """A started operation: `wait()` gives its result, and may be called again."""
+
+    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None) -> None:
+        self._result, self._work, self._keep = result, work, keep
+
+    def done(self) -> bool:
+        """Whether the operation has finished, without waiting."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._keep = None
+        return self._result
+
+
+class Communicator:
+    """A tuple of global ranks that exchange tensors; `rank` and `size` are places within it."""
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], my_rank: int, group: Any = None, log: CollectiveLog | None = None
+    ) -> None:
+        self.name, self.ranks, self.group, self.log = name, tuple(ranks), group, log
+        self.rank, self.size = self.ranks.index(my_rank), len(self.ranks)
+
+    @classmethod
+    def alone(cls) -> Communicator:
+        """One rank by itself: no process group, no communication."""
+        return cls("alone", (0,), 0)
+
+    @classmethod
+    def of_group(cls, group: Any) -> Communicator:
+        """Wrap a torch process group that somebody else made (an imported layer's `ep_group`)."""
+        ranks = dist.get_process_group_ranks(group)
+        return cls("given", ranks, dist.get_rank(), group if len(ranks) > 1 else None)
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name}, ranks={self.ranks})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # a process group cannot be copied: a copied layer talks over the same one
+
+    def _record(self, op: str, label: str, tensor: Tensor) -> None:
+        if self.log is not None:
+            self.log.add(op, self.name, label, tensor)
+
+    @torch.no_grad()
+    def all_reduce_sum(self, x: Tensor, label: str = "") -> Tensor:
+        """Sum over ranks, as a new tensor; floating point in rank order (meant for small tensors)."""
+        if self.size == 1:
+            return x.clone()
+        self._record("all_reduce_sum", label, x)
+        if x.is_floating_point():
+            return ordered_sum(self._gather(x.reshape(-1)).view(self.size, *x.shape))
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @torch.no_grad()
+    def all_reduce_max(self, x: Tensor, label: str = "") -> Tensor:
+        """Maximum over ranks, as a new tensor."""
+        largest = x.clone()
+        if self.size > 1:
+            self._record("all_reduce_max", label, x)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    @torch.no_grad()
+    def reduce_scatter_sum(self, x: Tensor, label: str = "") -> Tensor:
+        """Sum `x` [size * n] over ranks in rank order and keep this rank's part [n]."""
+        if self.size == 1:
+            return x.clone()
+        self._record("reduce_scatter_sum", label, x)
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x.contiguous(), group=self.group)
+        return ordered_sum(parts.view(self.size, -1))
+
+    @torch.no_grad()
+    def all_gather(self, x: Tensor, label: str = "") -> Tensor:
+        """Concatenate `x` [n, …] of all ranks in rank order: [size * n, …]."""
+        if self.size == 1:
+            return x.clone()
+        self._record("all_gather", label, x)
+        return self._gather(x)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        # torch 2.13 renamed this collective and deprecates the old name; the floor, 2.11, has the old one only.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, x.contiguous(), group=self.group)
+        return out
+
+    @torch.no_grad()
+    def all_to_all(self, x: Tensor, send_splits: list[int], recv_splits: list[int], label: str = "") -> Pending:
+        """Start sending rows `x` [sum(send_splits), …]; the result is [sum(recv_splits), …] in rank order.
+
+        A rank with nothing to send or receive still takes part. `x` must stay unchanged until `wait()`.
+        """
+        if self.size == 1:
+            return Pending(x)
+        self._record("all_to_all", label, x)
+        x = x.detach().contiguous()
+        out = x.new_empty((sum(recv_splits), *x.shape[1:]))
+        work = dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=True)
+        return Pending(out, work, keep=x)
+
+    @torch.no_grad()
+    def send(self, x: Tensor, to: int, tag: int, label: str = "") -> Pending:
+        """Start sending `x` to the member with place `to`; `x` must stay unchanged until `wait()`."""
+        self._record("send", label, x)
+        x = x.detach().contiguous()
+        return Pending(x, dist.isend(x, self.ranks[to], group=self.group, tag=tag), keep=x)
+
+    @torch.no_grad()
+    def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
+        """Start receiving into `buffer` (its shape and dtype must be the sender's) from the member `source`."""
+        self._record("receive", label, buffer)
+        return Pending(buffer, dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every member's (picklable) value in rank order, on all members. For start-up only."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+
+def ordered_sum(parts: Tensor) -> Tensor:
+    """Sum over the first dimension strictly in order: [n, …] -> […]."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,134 @@
+"""How ranks start, and the frozen `Groups` object that holds every communicator of a run.
+
+`Groups` is built once from the layout and passed down explicitly; nothing reads a global. One communicator per
+purpose, because operations of different purposes may become ready in different orders on different ranks:
+dispatch/combine (`ep`), the exchange of counts (`ep_counts`: on the data communicator it would wait behind bulk
+data), each directed pipeline edge and kind of message, and each reduction group (dense and expert parameters
+of each holder set).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_engine.distributed.collectives import CollectiveLog, Communicator
+from moe_engine.layout import Layout, Placement
+
+Edge = tuple[int, int, str]  # pipeline rank from, pipeline rank to, "activation" | "gradient"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All communicators of one rank."""
+
+    layout: Layout
+    placement: Placement
+    rank: int
+    world: Communicator
+    data: Communicator  # dp * cp ranks of this stage
+    ep: Communicator
+    ep_counts: Communicator
+    dense: dict[tuple[int, ...], Communicator]  # by holder set, those that this rank's pipeline rank is in
+    expert: dict[tuple[int, ...], Communicator]
+    edges: dict[Edge, Communicator]
+    log: CollectiveLog | None
+
+
+def start(device: torch.device, init_method: str | None = None, timeout_s: float = 600.0) -> int:
+    """Join the ranks that the environment (RANK, WORLD_SIZE, MASTER_ADDR …) names; returns this rank.
+
+    A world of one starts nothing. `timeout_s` bounds every collective, so that a lost rank ends the others.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        )
+    return rank
+
+
+def stop() -> None:
+    """Leave the world; harmless when it never started."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build_groups(layout: Layout, placement: Placement, rank: int, log: CollectiveLog | None = None) -> Groups:
+    """Make every communicator of `rank`. All ranks of the world must call this at the same point."""
+    if layout.world > 1 and dist.get_world_size() != layout.world:
+        raise ValueError(f"world={dist.get_world_size()}: the layout {layout} needs {layout.world} ranks")
+    stages = range(layout.pp)
+    holder_sets = placement.holder_sets
+    make = _Maker(rank, log)
+    dense = {h: make(f"dense{list(h)}", [layout.dense_ranks(r, h) for r in layout.stage_ranks(h[0])]) for h in holder_sets}
+    expert = {h: make(f"expert{list(h)}", [layout.expert_ranks(r, h) for r in layout.stage_ranks(h[0])]) for h in holder_sets}
+    everybody = [rank_of for pp in stages for rank_of in layout.stage_ranks(pp)]
+    ep = [layout.ep_ranks(r) for r in everybody]
+    data = [layout.dense_ranks(r, (layout.coordinate(r).pp,)) for r in everybody]
+    return Groups(
+        layout=layout,
+        placement=placement,
+        rank=rank,
+        world=Communicator("world", everybody, rank, dist.group.WORLD if layout.world > 1 else None, log),
+        data=make.one("data", data),
+        ep=make.one("ep", ep),
+        ep_counts=make.one("ep_counts", ep),
+        dense={h: found for h, found in dense.items() if found},
+        expert={h: found for h, found in expert.items() if found},
+        edges=_edges(layout, placement, make),
+        log=log,
+    )
+
+
+class _Maker:
+    """Makes communicators; every rank makes every one of them, in the same order.
+
+    Torch can also make a group among its members only, but it names such a group by how many groups the caller
+    has made before, so ranks with different histories (an end and a middle of the pipeline) wait for each other
+    for ever.
+    """
+
+    def __init__(self, rank: int, log: CollectiveLog | None) -> None:
+        self.rank, self.log = rank, log
+
+    def __call__(self, name: str, groups: Iterable[tuple[int, ...]]) -> Communicator | None:
+        """Make all `groups` (equal ones once); the communicator of the one that this rank is in, if any."""
+        mine = None
+        for ranks in sorted(set(groups)):
+            group: Any = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine = Communicator(f"{name}{list(ranks)}", ranks, self.rank, group, self.log)
+        return mine
+
+    def one(self, name: str, groups: Iterable[tuple[int, ...]]) -> Communicator:
+        mine = self(name, groups)
+        if mine is None:
+            raise ValueError(f"{name}: rank {self.rank} is in none of its groups")
+        return mine
+
+
+def _edges(layout: Layout, placement: Placement, make: _Maker) -> dict[Edge, Communicator]:
+    """Two-rank communicators for every pair of neighbouring stages on different pipeline ranks."""
+    pairs = set()
+    for stage in placement.stages[:-1]:
+        for a in placement.rank_of_stage[stage.index]:
+            for b in placement.rank_of_stage[stage.index + 1]:
+                if a != b:
+                    pairs |= {(a, b, "activation"), (b, a, "gradient")}
+    edges = {}
+    for source, target, kind in sorted(pairs):
+        ranks = [(r, layout.neighbour(r, target)) for r in layout.stage_ranks(source)]
+        mine = make(f"{kind}{source}->{target}", ranks)
+        if mine:
+            edges[source, target, kind] = mine
+    return edges

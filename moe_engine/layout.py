@@ -1,0 +1,184 @@
+"""Where everything sits: rank arithmetic, pipeline stages, holders. Pure Python, nothing of torch.
+
+The world is a grid of pp x dp x cp x tp ranks. From the inside out the order is tp, cp, dp, pp, so a rank is
+`((pp * DP + dp) * CP + cp) * TP + tp` and all ranks of one stage are contiguous. Expert parallelism folds into
+the same ranks: of the `dp*cp*tp` ranks of a stage, `ep` contiguous ones hold one copy of all experts (so an EP
+group sits on the fewest nodes), and the `edp = dp*cp*tp/ep` ranks with equal `ep` index hold the same experts.
+
+A parameter that several stages hold (the embedding table used by MTP or as a tied head) has one global name
+and a *holder set*, the tuple of stages that hold it. Its gradient is summed, its optimizer shards are cut and
+its norm is counted over holders x dp*cp (dense) or holders x edp (experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moe_engine.config.schema import ModelConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's place on every axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rank grid. All sizes are counts of ranks."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Layout:
+        """The grid of a resolved configuration (`parallel.dp` filled in)."""
+        if parallel.dp is None:
+            raise ValueError("parallel.dp=None: resolve the configuration first")
+        return cls(parallel.pp, parallel.dp, parallel.cp, parallel.tp, parallel.ep)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage: dp * cp * tp."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.stage_size
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert within a stage."""
+        return self.stage_size // self.ep
+
+    def coordinate(self, rank: int) -> Coordinate:
+        inner = rank % self.stage_size
+        return Coordinate(
+            pp=rank // self.stage_size,
+            dp=inner // (self.cp * self.tp),
+            cp=inner // self.tp % self.cp,
+            tp=inner % self.tp,
+            ep=inner % self.ep,
+            edp=inner // self.ep,
+        )
+
+    def stage_ranks(self, pp: int) -> tuple[int, ...]:
+        return tuple(range(pp * self.stage_size, (pp + 1) * self.stage_size))
+
+    def dense_ranks(self, rank: int, holders: tuple[int, ...]) -> tuple[int, ...]:
+        """Ranks that share the dense parameters held by the pipeline ranks `holders`, as seen from `rank`."""
+        tp = self.coordinate(rank).tp
+        return tuple(r for pp in holders for r in self.stage_ranks(pp) if self.coordinate(r).tp == tp)
+
+    def ep_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that exchange tokens with `rank`: one copy of all experts, in expert order."""
+        first = rank - self.coordinate(rank).ep
+        return tuple(range(first, first + self.ep))
+
+    def expert_ranks(self, rank: int, holders: tuple[int, ...]) -> tuple[int, ...]:
+        """Ranks that hold the same experts as `rank`, over the pipeline ranks `holders`."""
+        ep = self.coordinate(rank).ep
+        return tuple(r for pp in holders for r in self.stage_ranks(pp) if self.coordinate(r).ep == ep)
+
+    def neighbour(self, rank: int, pp: int) -> int:
+        """The rank with the same place as `rank` on pipeline rank `pp`."""
+        return pp * self.stage_size + rank % self.stage_size
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one pipeline stage holds of the model."""
+
+    index: int
+    num_stages: int
+    layers: tuple[int, ...]
+    embedding: bool  # the embedding table: as the input, for MTP, or as a tied head
+    head: bool  # final norm, output head and MTP modules
+    mtp: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+
+def split_stages(model: ModelConfig, num_stages: int) -> list[StageSpec]:
+    """Cut the model in `num_stages` stages with block counts as even as possible.
+
+    MTP blocks stay with the head on the last stage and count as blocks there; where the division leaves a
+    remainder, earlier stages take it, since the last one also computes the head.
+    """
+    last = max((model.num_layers + model.mtp_depth) // num_stages - model.mtp_depth, 0) if num_stages > 1 else model.num_layers
+    earlier, rest = num_stages - 1, model.num_layers - last
+    sizes = [rest // earlier + (i < rest % earlier) for i in range(earlier)] + [last]
+    stages, start = [], 0
+    for i, size in enumerate(sizes):
+        last = i == num_stages - 1
+        stages.append(
+            StageSpec(
+                index=i,
+                num_stages=num_stages,
+                layers=tuple(range(start, start + size)),
+                embedding=i == 0 or (last and (model.tied_head or model.mtp_depth > 0)),
+                head=last,
+                mtp=tuple(range(model.mtp_depth)) if last else (),
+            )
+        )
+        start += size
+    return stages
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which pipeline rank holds which stages, and who holds what: the holder contract."""
+
+    stages: tuple[StageSpec, ...]
+    stages_of_rank: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def rank_of_stage(self) -> dict[int, tuple[int, ...]]:
+        """Pipeline ranks that hold a stage (two in a bidirectional pipeline)."""
+        ranks: dict[int, list[int]] = {stage.index: [] for stage in self.stages}
+        for pp, indices in enumerate(self.stages_of_rank):
+            for index in indices:
+                ranks[index].append(pp)
+        return {index: tuple(found) for index, found in ranks.items()}
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that hold the parameter with this global name, ascending."""
+        return self._holders_of_part[part_of(name)]
+
+    @cached_property
+    def holder_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Every holder set that occurs, in one fixed order."""
+        return tuple(sorted(set(self._holders_of_part.values())))
+
+    @cached_property
+    def _holders_of_part(self) -> dict[str, tuple[int, ...]]:
+        held: dict[str, set[int]] = {}
+        for stage in self.stages:
+            parts = [f"layers.{i}" for i in stage.layers] + [f"mtp.{k}" for k in stage.mtp]
+            parts += ["embedding"] if stage.embedding else []
+            parts += ["norm", "head"] if stage.head else []
+            for part in parts:
+                held.setdefault(part, set()).update(self.rank_of_stage[stage.index])
+        return {part: tuple(sorted(ranks)) for part, ranks in held.items()}
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a global name belongs to: `layers.3`, `mtp.0`, `embedding`, `norm` or `head`."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] in ("layers", "mtp") else words[0]

@@ -1,0 +1,194 @@
+"""The run folder and what a person sees of a run: metrics, TensorBoard, the loss picture, the progress bar.
+
+    runs/<name>/config.yaml        the resolved configuration
+                environment.json   versions, machine, commit
+                metrics.jsonl      one object per step
+                tb/                TensorBoard
+                loss.png           loss over steps
+                checkpoints/       see checkpoint.store
+
+MFU is model FLOPs (causal half of attention counted, recompute not) over the matrix rate that this machine
+reached in a short measurement at start: no peak is taken from a table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe_engine.distributed.collectives import Communicator
+
+PROBE_SECONDS = 0.5
+PROBE_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. Losses in nats per valid target; rates are those of the whole job.
+
+    tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s;
+    expert_load_max_over_mean: of the MoE layer where it is largest.
+    """
+
+    step: int
+    loss: float
+    mtp_loss: float
+    aux_loss: float
+    total_loss: float
+    tokens: int
+    tokens_seen: int
+    lr: float
+    grad_norm: float
+    skipped: bool
+    expert_load_max_over_mean: float
+    step_time_s: float
+    tokens_per_s: float
+    tokens_per_s_per_rank: float
+    model_tflops: float
+    mfu: float
+
+
+TIME_FIELDS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu")
+
+
+def measure_matrix_rate(world: Communicator, dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of square matrix products in `dtype`, by all ranks at the same time, summed over the ranks.
+
+    Ranks that share a machine compete here as they do in training, so the sum is that machine's rate.
+    """
+    a = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
+    b = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
+
+    def product() -> None:
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    product()
+    world.barrier()
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < PROBE_SECONDS:
+        product()
+        count += 1
+    rate = torch.tensor([count * 2.0 * PROBE_SIZE**3 / elapsed], dtype=torch.float64)
+    return float(world.all_reduce_sum(rate, "matrix rate"))
+
+
+class RunFolder:
+    """Writes one run's results; made on the one rank that reports."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_path = path / "metrics.jsonl"
+        path.mkdir(parents=True, exist_ok=True)
+        self._tensorboard: Any = None
+
+    def begin(self, config_yaml: str, first_step: int) -> None:
+        """Record what runs and where. Lines of steps from `first_step` on, left by an earlier try, are dropped."""
+        (self.path / "config.yaml").write_text(config_yaml)
+        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        kept = [line for line in self.history() if line["step"] < first_step]
+        temporary = self.metrics_path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(self.metrics_path)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics so far; a last line cut short by a kill is left out."""
+        if not self.metrics_path.exists():
+            return []
+        found = []
+        for line in self.metrics_path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return found
+
+    def write(self, metrics: StepMetrics) -> None:
+        values = asdict(metrics)
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+        if self._tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and not needed by other ranks
+
+            self._tensorboard = SummaryWriter(str(self.path / "tb"))
+        for name, value in values.items():
+            if name != "step":
+                self._tensorboard.add_scalar(name, value, metrics.step)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Close TensorBoard, draw loss.png and write summary.json."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        draw_losses(self.history(), summary, self.path / "loss.png")
+
+
+def draw_losses(history: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
+    """Training loss over steps; horizontal lines for the validation loss and the bigram baseline."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([line["step"] for line in history], [line["loss"] for line in history], label="training")
+    for name, style in (("validation_loss", "--"), ("bigram_loss", ":")):
+        if summary.get(name) is not None:
+            axes.axhline(summary[name], linestyle=style, color="grey", label=name.replace("_", " "))
+    axes.set(xlabel="step", ylabel="nats per target")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for whoever reads the run folder later."""
+    try:
+        source = Path(__file__).parent
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu": platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpus": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": commit or None,
+    }
+
+
+@contextmanager
+def progress(console: Console, total: int, done: int) -> Iterator[Progress]:
+    """A bar with loss, tokens/s, MFU and expert load; plain lines where the output is no terminal."""
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        bar.add_task("train", total=total, completed=done, shown="")
+        yield bar
+
+
+def shown(metrics: StepMetrics) -> str:
+    """The figures of a step as one short line."""
+    return (
+        f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  MFU {metrics.mfu:.1%}  "
+        f"expert load max/mean {metrics.expert_load_max_over_mean:.2f}"
+    )

@@ -1,0 +1,1 @@
+"""The decoder: attention, blocks in four phases, stages of a pipeline, multi-token prediction."""

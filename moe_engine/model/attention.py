@@ -1,0 +1,133 @@
+"""Multi-head latent attention with decoupled rotary embedding (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
+
+Keys and values of all heads come from one latent of `kv_lora_rank` numbers a token, plus one rotary key of
+`qk_rope_head_dim` numbers that all heads share. `core_attention` is the one place that picks an implementation
+by device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_engine.config.schema import ModelConfig
+from moe_engine.model.batch import Batch
+from moe_engine.model.layers import Linear, RMSNorm
+from moe_engine.ops.wgrad_queue import WgradQueue
+
+# Up to this length a plain softmax(QK^T)V beats torch's CPU flash path, forward and backward.
+PLAIN_ATTENTION_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """What every layer needs to know of a micro-batch's rows, made once per micro-batch and stage.
+
+    cos, sin [B, S, 1, rope/2]: rotary angles; allowed [B, 1, S, S] bool or None: which keys a query may see
+    (None: all earlier ones); token_mask [T] bool or None: False for padding.
+    """
+
+    shape: tuple[int, int]
+    cos: Tensor
+    sin: Tensor
+    allowed: Tensor | None
+    token_mask: Tensor | None
+
+
+def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> SequenceContext:
+    """Angles and masks of a batch. Angles are computed in fp32 (fp64 for an fp64 model)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    half = model.qk_rope_head_dim // 2
+    device = batch.positions.device
+    frequencies = model.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+    angles = (batch.positions[..., None] * frequencies)[:, :, None]  # [B, S, 1, rope/2], fp64
+    return SequenceContext(
+        shape=batch.shape,
+        cos=angles.cos().to(wide),
+        sin=angles.sin().to(wide),
+        allowed=_document_mask(batch.document_ids),
+        token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
+    )
+
+
+def _document_mask(document_ids: Tensor) -> Tensor | None:
+    """Causal and within one document: [B, 1, S, S] bool; None when every row is one document."""
+    if bool((document_ids == document_ids[:, :1]).all()):
+        return None
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same.tril()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `x` [B, S, heads, rope] by interleaved pairs (2i, 2i+1); same dtype."""
+    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+class LatentAttention(nn.Module):
+    """MLA. Parameters q_proj or (q_down, q_norm, q_up), kv_down, kv_norm, kv_up, out."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.model = model
+        heads, qk = model.num_heads, model.qk_nope_head_dim + model.qk_rope_head_dim
+        if model.q_lora_rank:
+            self.q_down = Linear(model.dim, model.q_lora_rank, dtype, device)
+            self.q_norm = RMSNorm(model.q_lora_rank, model.norm_eps, dtype, device)
+            self.q_up = Linear(model.q_lora_rank, heads * qk, dtype, device)
+        else:
+            self.q_proj = Linear(model.dim, heads * qk, dtype, device)
+        self.kv_down = Linear(model.dim, model.kv_lora_rank + model.qk_rope_head_dim, dtype, device)
+        self.kv_norm = RMSNorm(model.kv_lora_rank, model.norm_eps, dtype, device)
+        self.kv_up = Linear(model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), dtype, device)
+        self.out = Linear(heads * model.v_head_dim, model.dim, dtype, device)
+
+    def forward(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        q = self._queries(x, context, queue)
+        k, v = self._keys_values(x, context, queue)
+        scale = q.shape[-1] ** -0.5
+        y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], -1), queue)
+
+    def _queries(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> Tensor:
+        """[B, S, H, nope + rope]."""
+        nope, rope = self.model.qk_nope_head_dim, self.model.qk_rope_head_dim
+        if self.model.q_lora_rank:
+            q = self.q_up(self.q_norm(self.q_down(x, queue)), queue)
+        else:
+            q = self.q_proj(x, queue)
+        q_nope, q_rope = q.view(*context.shape, -1, nope + rope).split((nope, rope), dim=-1)
+        return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin)), dim=-1)
+
+    def _keys_values(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> tuple[Tensor, Tensor]:
+        """[B, S, H, nope + rope] and [B, S, H, v]."""
+        model = self.model
+        latent, k_rope = self.kv_down(x, queue).split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
+        kv = self.kv_up(self.kv_norm(latent), queue).view(*context.shape, model.num_heads, -1)
+        k_nope, v = kv.split((model.qk_nope_head_dim, model.v_head_dim), dim=-1)
+        k_rope = rotate(k_rope.reshape(*context.shape, 1, -1), context.cos, context.sin)
+        return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
+
+
+def core_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale * q k^T) v over the allowed keys: q, k [B, H, S, d], v [B, H, S, e] -> [B, H, S, e].
+
+    `allowed` [B, 1, S, S] bool, or None for plain causal attention.
+    """
+    if q.device.type == "cpu" and q.shape[2] <= PLAIN_ATTENTION_LENGTH:
+        return _plain_attention(q, k, v, allowed, scale)
+    # The fused paths want equal head sizes: v is padded and the padding cut off again.
+    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
+    y = F.scaled_dot_product_attention(q, k, padded, attn_mask=allowed, is_causal=allowed is None, scale=scale)
+    return y[..., : v.shape[-1]]
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+    if allowed is None:
+        allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = (q * scale) @ k.transpose(-1, -2)
+    return scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v

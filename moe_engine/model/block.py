@@ -1,0 +1,104 @@
+"""A decoder block in four phases, which an executor may interleave with those of another micro-batch.
+
+    attn      norm, attention, norm, router, packing of rows; ends by starting the exchange of counts
+    dispatch  rows travel to their experts (communication only)
+    mlp       shared expert, routed experts, sum of a row's experts on this rank
+    combine   rows travel back (communication only), are summed over ranks in fixed order and added to the residual
+
+The phases are plain functions that never detach, so the ordinary forward is the four in a row under ordinary
+autograd. A dense block has the same four, two of them empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_engine.config.schema import ModelConfig, MoESection, moe_layer_config
+from moe_engine.distributed.collectives import Communicator
+from moe_engine.model.attention import LatentAttention, SequenceContext
+from moe_engine.model.layers import DenseMLP, RMSNorm
+from moe_engine.moe.layer import Arrived, MoELayer, Packed
+from moe_engine.ops.wgrad_queue import WgradQueue
+
+
+@dataclass(frozen=True)
+class AttnOut:
+    """End of the first phase: the residual stream [T, D], its norm [T, D], and the packed rows of an MoE block."""
+
+    residual: Tensor
+    normed: Tensor
+    packed: Packed | None
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        """Weighted balance loss, summed over this micro-batch's sequences (not divided)."""
+        return None if self.packed is None else self.packed.aux_loss
+
+
+@dataclass(frozen=True)
+class MlpOut:
+    """End of the third phase: rows to send back (none in a dense block) and what this rank adds itself [T, D]."""
+
+    rows: Tensor | None
+    local: Tensor | None
+
+
+class Block(nn.Module):
+    """Attention and an MLP or MoE layer, both behind a norm and a residual."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        moe: MoESection,
+        dense: bool,
+        ep: Communicator,
+        ep_counts: Communicator,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
+        self.attention = LatentAttention(model, dtype, device)
+        self.mlp_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
+        self.mlp: DenseMLP | None = None
+        self.moe: MoELayer | None = None
+        if dense:
+            self.mlp = DenseMLP(model.dim, model.dense_hidden, dtype, device)
+        else:
+            config = moe_layer_config(model, moe)
+            self.moe = MoELayer(config, ep=ep, ep_counts=ep_counts, dtype=dtype, device=device)
+
+    def attn_phase(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = "") -> AttnOut:
+        x = x + self.attention(self.attention_norm(x), context, queue)
+        normed = self.mlp_norm(x)
+        packed = None
+        if self.moe is not None:
+            packed = self.moe.pack(normed, context.shape, context.token_mask, label)
+        return AttnOut(x, normed, packed)
+
+    def dispatch_phase(self, out: AttnOut) -> Arrived | None:
+        return None if self.moe is None or out.packed is None else self.moe.dispatch(out.packed)
+
+    def mlp_phase(self, out: AttnOut, arrived: Arrived | None, queue: WgradQueue | None = None) -> MlpOut:
+        if self.moe is None or arrived is None:
+            assert self.mlp is not None
+            return MlpOut(None, self.mlp(out.normed, queue))
+        rows, shared = self.moe.compute(out.normed, arrived, queue)
+        return MlpOut(rows, shared)
+
+    def combine_phase(self, out: AttnOut, mlp: MlpOut) -> Tensor:
+        x = out.residual if mlp.local is None else out.residual + mlp.local
+        if self.moe is None or out.packed is None or mlp.rows is None:
+            return x
+        return x + self.moe.combine(mlp.rows, out.packed)
+
+    def forward(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [T, D] -> ([T, D], weighted balance loss summed over sequences or None)."""
+        out = self.attn_phase(x, context, queue, label)
+        arrived = self.dispatch_phase(out)
+        return self.combine_phase(out, self.mlp_phase(out, arrived, queue)), out.aux_loss

@@ -1,0 +1,178 @@
+"""A pipeline stage of the decoder, and the loss rule.
+
+Loss: each term is its sum over valid items divided by the number of valid items of that term in the whole
+global batch, so that gradients are summed, never averaged, over micro-batches and ranks:
+
+    total = main + (lambda / D) * sum_k MTP_k + alpha * sum over MoE layers of the sequence-wise balance loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_engine.config.schema import ModelConfig, MoESection
+from moe_engine.distributed.collectives import Communicator
+from moe_engine.distributed.groups import Groups
+from moe_engine.layout import StageSpec
+from moe_engine.model.attention import SequenceContext, sequence_context
+from moe_engine.model.batch import Batch, ItemCounts
+from moe_engine.model.block import Block
+from moe_engine.model.layers import RMSNorm, Table
+from moe_engine.model.mtp import MTPModule
+from moe_engine.moe.layer import MoELayer
+from moe_engine.ops.embedding import embedding
+from moe_engine.ops.linear import linear
+from moe_engine.ops.loss import cross_entropy
+from moe_engine.ops.wgrad_queue import WgradQueue
+
+FIXED_POINT = 2**32  # reported losses are summed as int64, in units of 2^-32 nat, so that no order of sums matters
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """The one loss normaliser: global item counts of this step and the weight of the MTP terms."""
+
+    items: ItemCounts
+    mtp_weight: float  # lambda
+
+    def depth(self, depth: int, losses: Tensor) -> Tensor:
+        """The term of main targets (depth 0) or of MTP module depth-1, from per-token losses [T]."""
+        if depth == 0:
+            return losses.sum() / max(self.items.tokens, 1)
+        return losses.sum() * (self.mtp_weight / len(self.items.mtp) / max(self.items.mtp[depth - 1], 1))
+
+    def aux(self, weighted_sum: Tensor) -> Tensor:
+        return weighted_sum / max(self.items.sequences, 1)
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What one stage makes of one micro-batch.
+
+    x: the residual stream [T, D] for the next stage (the final hidden state on the last one);
+    loss: scalar to differentiate, this stage's part of the total (None when it has none);
+    loss_sums: int64 [1+D], main and MTP losses summed over valid targets in units of 1/FIXED_POINT nat;
+    aux: fp64 scalar, this stage's part of the balance loss, divided by the global number of sequences.
+    """
+
+    x: Tensor
+    loss: Tensor | None
+    loss_sums: Tensor
+    aux: Tensor
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline stage; the first also embeds, the last also holds the head, the loss and MTP."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: ModelConfig,
+        moe: MoESection,
+        groups: Groups | None,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.model, self.dtype = spec, model, dtype
+        ep = groups.ep if groups else Communicator.alone()
+        ep_counts = groups.ep_counts if groups else Communicator.alone()
+
+        def block(dense: bool) -> Block:
+            return Block(model, moe, dense, ep, ep_counts, dtype, device)
+
+        self.embedding = Table(model.vocab_size, model.dim, dtype, device) if spec.embedding else None
+        self.layers = nn.ModuleDict({str(i): block(i < model.num_dense_layers) for i in spec.layers})
+        self.norm = RMSNorm(model.dim, model.norm_eps, dtype, device) if spec.head else None
+        self.head = Table(model.vocab_size, model.dim, dtype, device) if spec.head and not model.tied_head else None
+        self.mtp = nn.ModuleDict({str(k): MTPModule(model, block(False), dtype, device) for k in spec.mtp})
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def share(self, other: Stage) -> None:
+        """Use the embedding table of another stage on this rank (one parameter, one gradient)."""
+        if self.embedding is not None and other.embedding is not None:
+            self.embedding = other.embedding
+
+    def moe_layers(self) -> dict[str, MoELayer]:
+        """The MoE layers by global name."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, MoELayer)}
+
+    def forward(
+        self,
+        batch: Batch,
+        x: Tensor | None,
+        rule: LossRule,
+        queue: WgradQueue | None = None,
+        label: str = "",
+    ) -> StageOutput:
+        """`x` [T, D] from the stage before (None on the first). See `StageOutput`."""
+        context = sequence_context(batch, self.model, self.dtype)
+        x, aux_sums = self.trunk(batch, x, context, queue, label)
+        losses: list[Tensor] = []
+        if self.spec.head:
+            losses, mtp_aux_sums = self._token_losses(batch, x, context, queue, label)
+            aux_sums = aux_sums + mtp_aux_sums
+        aux = [rule.aux(value) for value in aux_sums]
+        terms = [rule.depth(depth, values) for depth, values in enumerate(losses)] + aux
+        loss_sums = torch.zeros(batch.labels.shape[0], dtype=torch.int64, device=x.device)
+        for depth, values in enumerate(losses):
+            loss_sums[depth] = fixed_point_sum(values)
+        return StageOutput(
+            x=x,
+            loss=sum(terms[1:], terms[0]) if terms else None,
+            loss_sums=loss_sums,
+            aux=torch.stack([value.detach().double() for value in aux]).sum() if aux else x.new_zeros((), dtype=torch.float64),
+        )
+
+    def trunk(
+        self, batch: Batch, x: Tensor | None, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Embedding (first stage) and layers: the residual stream [T, D] and the layers' balance losses."""
+        if x is None:
+            x = self._embed(batch.tokens[0])
+        aux_sums = []
+        for index, layer in self.layers.items():
+            x, aux = layer(x, context, queue, f"layers.{index} {label}")
+            aux_sums += [] if aux is None else [aux]
+        return x, aux_sums
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits [N, V] of final hidden states `x` [N, D]."""
+        assert self.norm is not None
+        return linear(self.norm(x), self._head_weight())
+
+    def _token_losses(
+        self, batch: Batch, x: Tensor, context: SequenceContext, queue: WgradQueue | None, label: str
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Per-token losses [T] of the main head and of each MTP depth, and the MTP layers' balance losses.
+
+        A batch that carries no inputs for MTP (evaluation, generation) skips those modules.
+        """
+        assert self.norm is not None
+        losses = [cross_entropy(self.norm(x), self._head_weight(), batch.labels[0].reshape(-1))]
+        aux_sums = []
+        for k, module in zip(range(1, batch.tokens.shape[0]), self.mtp.values(), strict=False):
+            x, aux = module(x, self._embed(batch.tokens[k]), context, queue, f"mtp.{k - 1} {label}")
+            losses.append(cross_entropy(module.norm(x), self._head_weight(), batch.labels[k].reshape(-1)))
+            aux_sums += [] if aux is None else [aux]
+        return losses, aux_sums
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        return embedding(tokens.reshape(-1), self.embedding.weight)
+
+    def _head_weight(self) -> Tensor:
+        table = self.head if self.head is not None else self.embedding
+        assert table is not None
+        return table.weight
+
+
+def fixed_point_sum(losses: Tensor) -> Tensor:
+    """Sum of per-token losses in nats, as int64 in units of 1/FIXED_POINT: exact, in any order of ranks."""
+    return (losses.detach().double() * FIXED_POINT).round().to(torch.int64).sum()

@@ -1,0 +1,62 @@
+"""Routed experts of one rank, stacked in two tensors, and the shared expert that every token visits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_engine.moe.dispatch import Rows
+from moe_engine.ops.activation import swiglu
+from moe_engine.ops.grouped_linear import grouped_linear
+from moe_engine.ops.linear import Linear
+from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
+from moe_engine.ops.wgrad_queue import WgradQueue
+
+
+class Experts(nn.Module):
+    """SwiGLU experts `first` … first+num_local-1: gate_up [e, 2F, D] (gate rows first), down [e, D, F]."""
+
+    def __init__(
+        self,
+        num_local: int,
+        first: int,
+        dim: int,
+        hidden: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_local, self.first = num_local, first
+        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * hidden, dim, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(num_local, dim, hidden, dtype=dtype, device=device))
+
+    def expert_names(self, prefix: str, name: str) -> list[str]:
+        """Global names of the slices of parameter `name`, for a module that sits at `prefix`."""
+        return [f"{prefix}.{self.first + i}.{name}" for i in range(self.num_local)]
+
+    def forward(self, rows: Rows, queue: WgradQueue | None = None) -> Tensor:
+        """Each row through the experts in its slots, weighted and summed in expert order: [R, D].
+
+        The weight multiplies inside SwiGLU, before the down projection.
+        """
+        order = order_by_expert(rows.local_ids, self.num_local)
+        weights = take(rows.weights, order.slots, order.rows.places)
+        x = permute(rows.x, order.rows)  # [N, D]
+        hidden = swiglu(grouped_linear(x, self.gate_up, order.counts, queue), weights)  # [N, F]
+        return unpermute(grouped_linear(hidden, self.down, order.counts, queue), order.rows)
+
+
+class SharedExpert(nn.Module):
+    """SwiGLU MLP of width `hidden` (several shared experts are one wider one)."""
+
+    def __init__(
+        self, dim: int, hidden: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.gate_up = Linear(dim, 2 * hidden, dtype, device)
+        self.down = Linear(hidden, dim, dtype, device)
+
+    def forward(self, x: Tensor, queue: WgradQueue | None = None) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        out: Tensor = self.down(swiglu(self.gate_up(x, queue)), queue)
+        return out

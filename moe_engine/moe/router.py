@@ -1,0 +1,122 @@
+"""Which experts a token goes to, and with what weight.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.1.2, eq. 12-16): affinity scores by sigmoid (or softmax) of fp32 logits;
+the choice is by score + bias, limited to the best groups of experts; the weights are the unbiased scores. Ties go
+to the lower index, so that a recomputed forward chooses the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_engine.config.schema import MoEConfig
+from moe_engine.ops.activation import log_sigmoid, sigmoid
+from moe_engine.ops.choose import choose, chosen_ids
+from moe_engine.ops.linear import wide_linear
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choice for T tokens.
+
+    expert_ids [T, K] int64, ascending in each row; expert_weights [T, K] and router_logits [T, E] fp32 (fp64 for
+    fp64 tokens), with gradient; scores [T, E], the unbiased affinities, without.
+    """
+
+    expert_ids: Tensor
+    expert_weights: Tensor
+    router_logits: Tensor
+    scores: Tensor
+
+
+class Router(nn.Module):
+    """Parameter `weight` [E, D]; buffers that keep their dtypes through any cast of the module:
+
+    expert_bias [E] fp32: added to the scores for the choice (loads near 7 with steps of 1e-3 need fp32);
+    num_tokens_per_expert [E] int64: tokens sent to each expert since it was last cleared, without padding. A token
+    counts when its backward runs, once: evaluation has none, and a recomputed forward adds nothing.
+    """
+
+    expert_bias: Tensor
+    num_tokens_per_expert: Tensor
+
+    def __init__(
+        self, config: MoEConfig, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim, dtype=dtype, device=device))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("expert_bias", bias)
+        self.register_buffer("num_tokens_per_expert", counts, persistent=False)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
+        """x [T, D], token_mask [T] bool (False for padding, which is routed but not counted)."""
+        config = self.config
+        logits = wide_linear(x, self.weight)
+        scores = sigmoid(logits.detach()) if config.score_function == "sigmoid" else logits.detach().softmax(dim=1)
+        expert_ids = self._choose(scores)
+        if self.training:
+            logits = _CountOnBackward.apply(logits, self, expert_ids, token_mask)
+        return Routing(expert_ids, self._weigh(logits, expert_ids), logits, scores)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Expert ids [T, K] of the best biased scores within the best groups."""
+        config = self.config
+        biased = scores + self.expert_bias
+        if config.top_groups < config.num_groups:
+            grouped = biased.unflatten(1, (config.num_groups, -1))  # [T, G, E/G]
+            best = grouped.topk(2 if config.group_score == "sum_top2" else 1, dim=2).values
+            allowed = choose(best.sum(dim=2), config.top_groups)
+            # -inf, not 0: a masked expert must lose against any allowed one, however negative its bias.
+            biased = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
+        return chosen_ids(choose(biased, config.top_k), config.top_k)
+
+    def _weigh(self, logits: Tensor, expert_ids: Tensor) -> Tensor:
+        """Weights [T, K] from unbiased scores. Normalised in log space: scores that underflow still sum to 1."""
+        config = self.config
+        if config.normalize_weights:
+            chosen = logits.gather(1, expert_ids)
+            weights = (log_sigmoid(chosen) if config.score_function == "sigmoid" else chosen).softmax(dim=1)
+        elif config.score_function == "sigmoid":
+            weights = sigmoid(logits.gather(1, expert_ids))
+        else:
+            weights = logits.softmax(dim=1).gather(1, expert_ids)
+        return weights * config.route_scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias, counts = self.expert_bias, self.num_tokens_per_expert
+        super()._apply(fn, recurse)
+        # `fn` may have cast: take back the old values and keep only the device.
+        if self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        if self.num_tokens_per_expert.dtype != counts.dtype:
+            self.num_tokens_per_expert = counts.to(self.num_tokens_per_expert.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.expert_bias = self.expert_bias.float()  # load_state_dict(assign=True) takes any dtype
+
+
+class _CountOnBackward(torch.autograd.Function):
+    """The identity; its first backward adds the choice to the router's counts."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, router: Router, expert_ids: Tensor, token_mask: Tensor | None) -> Tensor:
+        counted = expert_ids if token_mask is None else expert_ids[token_mask]
+        ctx.router, ctx.counts = router, torch.bincount(counted.reshape(-1), minlength=router.config.num_experts)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.counts is not None:
+            ctx.router.num_tokens_per_expert += ctx.counts
+            ctx.counts = None
+        return grads[0], None, None, None

@@ -1,0 +1,46 @@
+"""SwiGLU (Shazeer, arXiv 2002.05202) with the routing weight inside, and a batch-invariant sigmoid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_kernels
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return moe_kernels.swiglu(gate_up, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate_up, weight = ctx.saved_tensors
+        return moe_kernels.swiglu_backward(grads[0], gate_up, weight)
+
+
+def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
+    """silu(gate) * up [* weight], in fp32 inside: gate_up [..., 2F], gate first; weight [...] -> [..., F].
+
+    `weight` is an expert's weight for the row: applied here, before the down projection, the projection's output
+    is needed neither for the weight's gradient nor row by row.
+    """
+    flat = gate_up.reshape(-1, gate_up.shape[-1])
+    out: Tensor = _SwiGLU.apply(flat, None if weight is None else weight.reshape(-1))
+    return out.view(*gate_up.shape[:-1], -1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) from exp, whose CPU code gives an element the same bits wherever it stands."""
+    return 1 / (1 + torch.exp(-x))
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """log(sigmoid(x)), finite and with a gradient for any finite x; absolute error about one unit in 1.
+
+    Not by log1p: unlike exp and log, its CPU code gives an element other bits at the end of a tensor.
+    """
+    return x.clamp(max=0) - torch.log(1 + torch.exp(-x.abs()))

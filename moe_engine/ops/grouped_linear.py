@@ -1,0 +1,42 @@
+"""One linear layer per expert over rows grouped by expert, with a weight gradient that can be deferred."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.linear import leaf, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_kernels import grouped_gemm, grouped_wgrad
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], queue: WgradQueue | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.queue, ctx.parameter = counts, queue, leaf(weight)
+        return grouped_gemm(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (d_out,), (x, weight), counts = grads, ctx.saved_tensors, ctx.counts
+        d_x = grouped_gemm(d_out, weight, counts) if ctx.needs_input_grad[0] else None
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: grouped_wgrad(d_out, x, counts))
+        return d_x, d_weight, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: list[int], queue: WgradQueue | None = None) -> Tensor:
+    """Rows of expert i times weight[i]^T: x [N, in] sorted by expert, weight [e, out, in] -> [N, out].
+
+    counts: rows of each expert, summing to N. An expert without rows gets a zero gradient, not None.
+    """
+    x, weight = cast_operands(x, weight)
+    out: Tensor = _GroupedLinear.apply(x, weight, counts, queue)
+    return out

@@ -1,0 +1,103 @@
+"""Linear layers whose weight gradient can be deferred, and the router's fp32 linear.
+
+Forward and input gradient are batch-invariant. The weight gradient is one matrix product over all rows; under a
+deferring queue it is left there as a closure (see `wgrad_queue`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_kernels import gemm
+
+
+def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Callable[[], Tensor]) -> Tensor | None:
+    """The weight gradient, or None after leaving it in a deferring queue. Only leaves (`parameter`) ever wait."""
+    if queue is not None and queue.deferring and parameter is not None:
+        queue.push(parameter, make)
+        return None
+    return make()
+
+
+def leaf(weight: Tensor) -> Tensor | None:
+    """`weight` if its gradient ends there. Ops keep it on their context: under recompute the saved weight is a copy."""
+    return weight if weight.is_leaf and weight.requires_grad else None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WgradQueue | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.queue, ctx.parameter = queue, leaf(weight)
+        return gemm(x, weight.T)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (d_out,), (x, weight) = grads, ctx.saved_tensors
+        d_x = gemm(d_out, weight) if ctx.needs_input_grad[0] else None
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: d_out.T @ x)
+        return d_x, d_weight, None
+
+
+def linear(x: Tensor, weight: Tensor, queue: WgradQueue | None = None) -> Tensor:
+    """x W^T: x [..., in], weight [out, in], one dtype -> [..., out]. Without a queue: ordinary autograd."""
+    x, weight = cast_operands(x, weight)
+    flat = x.reshape(-1, weight.shape[1])
+    out: Tensor = _Linear.apply(flat, weight, queue)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class Linear(nn.Linear):
+    """y = x W^T without bias; weight [out, in], left uninitialised (whoever knows its global name fills it)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: torch's generator depends on what was made before, and so on the layout."""
+
+    def forward(self, x: Tensor, queue: WgradQueue | None = None) -> Tensor:
+        return linear(x, self.weight, queue)
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return gemm(x.to(wide), weight.to(wide).T)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (d_out,), (x, weight) = grads, ctx.saved_tensors
+        d_x = gemm(d_out, weight.to(d_out.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = d_out.T @ x.to(d_out.dtype) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T computed and returned in fp32 (fp64 for fp64 x) whatever dtype comes in and whatever autocast says.
+
+    x [T, in], weight [out, in] -> [T, out]. For the router, whose near-ties bf16 would decide otherwise; it is
+    small, so its weight gradient never waits.
+    """
+    out: Tensor = _WideLinear.apply(x, weight)
+    return out

@@ -1,0 +1,115 @@
+"""Rows copied and summed by an index, in both directions, and the order of rows by expert.
+
+The same two moves happen twice in a layer: tokens are copied to the rows that travel and summed when these come
+back, and received rows are copied to their experts and summed after them. One `RowMap` describes a pair of such
+moves; each is the other's backward, so no index is ever computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_kernels
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Which of R outer rows each of N inner rows is a copy of, and the inverse.
+
+    source [N] int64: the outer row; places [R, k] int64: the inner rows of each outer row in the order in which
+    they are summed, -1 for none.
+    """
+
+    source: Tensor
+    places: Tensor
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        return moe_kernels.permute(x, rows.source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return moe_kernels.unpermute(grads[0], ctx.rows.places), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        return moe_kernels.unpermute(x, rows.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return moe_kernels.permute(grads[0], ctx.rows.source), None
+
+
+def permute(x: Tensor, rows: RowMap) -> Tensor:
+    """Copy outer rows to inner ones: x [R, D] -> [N, D]. Gradients are summed in fp32 in the order of `places`."""
+    out: Tensor = _Permute.apply(x, rows)
+    return out
+
+
+def unpermute(x: Tensor, rows: RowMap) -> Tensor:
+    """Sum inner rows into outer ones, in fp32 in the order of `places`: x [N, D] -> [R, D], in x's dtype."""
+    out: Tensor = _Unpermute.apply(x, rows)
+    return out
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return _take(values, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _take(grads[0], ctx.inverse), None, None
+
+
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    if values.numel() == 0:
+        return values.new_zeros(index.shape)
+    return values.take(index.clamp(min=0)).masked_fill_(index < 0, 0)
+
+
+def take(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """values.flatten()[index], 0 where the index is -1, for an index that names no element twice.
+
+    `inverse`, shaped like `values`, says where each value went (-1: nowhere), so that backward is a take as well.
+    """
+    out: Tensor = _Take.apply(values, index, inverse)
+    return out
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """Rows in the order of their experts.
+
+    rows: from received rows [R] to expert rows [N]; slots [N]: the flat index r*k + slot each came from;
+    counts: expert rows of each local expert.
+    """
+
+    rows: RowMap
+    slots: Tensor
+    counts: list[int]
+
+
+def order_by_expert(local_ids: Tensor, num_experts: int) -> ExpertOrder:
+    """Group the slots of received rows by expert: local_ids [R, k], -1 for an unused slot.
+
+    Within an expert, rows keep their order; the rows of one received row are summed in the order of its slots.
+    """
+    flat = local_ids.reshape(-1).long()
+    keys = flat.where(flat >= 0, num_experts)
+    counts: list[int] = torch.bincount(keys, minlength=num_experts + 1).tolist()[:num_experts]
+    slots = keys.argsort(stable=True)[: sum(counts)]
+    places = torch.full_like(flat, -1)
+    places[slots] = torch.arange(len(slots), device=flat.device)
+    return ExpertOrder(RowMap(slots // local_ids.shape[1], places.view(local_ids.shape)), slots, counts)

@@ -1,0 +1,102 @@
+"""Weight gradients that wait: the split of a backward into input gradient (I) and weight gradients (W).
+
+Zero-bubble schedules (Qi et al., arXiv 2401.10241) fill pipeline bubbles with weight gradients, which nothing
+downstream waits for. Forward cannot know how its backward will be run, so an op asks its queue when its backward
+runs: if the queue is deferring, the op leaves a closure there in place of the weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Entry:
+    parameter: Tensor
+    make: Callable[[], Tensor]
+
+
+class WgradQueue:
+    """Closures that make weight gradients, in one batch for each backward that was run without them.
+
+    Owned by the executor: it wraps an I action in `defer(key)`, and the W action is `run(key)`.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[Hashable, deque[_Entry]] = {}
+        self._open: deque[_Entry] | None = None
+
+    @property
+    def deferring(self) -> bool:
+        """Whether weight gradients of the backward that runs now are to be pushed here."""
+        return self._open is not None
+
+    def __len__(self) -> int:
+        """Number of queued closures."""
+        return sum(len(batch) for batch in self._batches.values())
+
+    @contextmanager
+    def defer(self, key: Hashable, deferring: bool = True) -> Iterator[None]:
+        """Around a backward: queue its weight gradients as the batch `key`. With deferring=False, does nothing.
+
+        Raises ValueError inside another `defer`, or when the batch `key` is still queued.
+        """
+        if not deferring:
+            yield
+            return
+        if self._open is not None or key in self._batches:
+            state = "another backward is deferring" if self._open is not None else "this batch is still queued"
+            raise ValueError(f"defer({key!r}): {state}")
+        self._open = self._batches[key] = deque()
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def push(self, parameter: Tensor, make: Callable[[], Tensor]) -> None:
+        """Queue `make`, which will give a gradient of the leaf `parameter`."""
+        if self._open is None:
+            raise ValueError("push: the queue is not deferring")
+        self._open.append(_Entry(parameter, make))
+
+    @torch.no_grad()
+    def run(self, key: Hashable) -> None:
+        """Make the weight gradients of the batch `key` first in, first out, and accumulate them.
+
+        A parameter used several times gets one gradient, the sum in the order of the queue, as under ordinary
+        autograd; its post-accumulate hooks fire once. Raises KeyError when there is no such batch.
+        """
+        batch = self._batches.pop(key)
+        uses_left = Counter(id(entry.parameter) for entry in batch)
+        sums: dict[int, Tensor] = {}
+        while batch:
+            entry = batch.popleft()  # out of the queue at once, so that its tensors are freed one by one
+            parameter, index = entry.parameter, id(entry.parameter)
+            grad = entry.make().to(gradient_dtype(parameter))
+            sums[index] = sums[index] + grad if index in sums else grad
+            uses_left[index] -= 1
+            if uses_left[index] == 0:
+                accumulate(parameter, sums.pop(index))
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of `parameter.grad`: `parameter.grad_dtype` where torch has it, else the parameter's own."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype
+
+
+@torch.no_grad()
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Do what autograd does at a leaf: add `grad` to `parameter.grad`, then fire the post-accumulate hooks."""
+    if parameter.grad is None:
+        parameter.grad = grad.to(gradient_dtype(parameter))
+    else:
+        parameter.grad += grad
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)

@@ -1,0 +1,105 @@
+"""The global gradient norm, equal to the last bit in every layout, and the clipping factor.
+
+Floating-point sums depend on their order, and the order depends on where shards are cut. So squares are summed as
+integers: for each global name, the largest magnitude in the world gives a power of two that brings every square
+below 2^62 / (number of elements); what int64 cuts off goes into a second int64 with as many bits again. Integer sums
+are exact in any order, and the last sum, over global names, is exactly rounded. The relative error is near 1e-16 and
+at most 2^(3L-123) for a parameter of 2^L elements (1e-12 at 2^27), whatever the gradients.
+
+Each rank gives the elements that it owns after the reduction; a parameter that several stages hold is cut over all
+its holders, so every logical element counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_engine.distributed.collectives import Communicator
+
+BLOCK = 1 << 18  # elements squared at a time: bounds the memory of the 8-byte intermediates
+SUM_BITS = 62  # an int64 sum stays below 2^62
+SMALLEST_EXPONENT = -900  # magnitudes below 2^-900 are not scaled up further: the scale must stay finite in fp64
+
+
+class GradientNorm:
+    """The Euclidean norm over all parameters of the world. Making one is a start-up operation of all ranks.
+
+    `owned` lists (global name, elements that this rank owns, elements in all), each name at most once.
+    Raises ValueError on every rank when the world's parts do not make up each parameter exactly once.
+    """
+
+    def __init__(self, owned: Sequence[tuple[str, int, int]], world: Communicator, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.numel = _numel_by_name(part for parts in world.gather_objects(list(owned)) for part in parts)
+        place = {name: i for i, name in enumerate(self.numel)}
+        self.places = torch.tensor([place[name] for name, _, _ in owned], dtype=torch.int64, device=device)
+        # Half the bits of a square's integer part: the elements themselves are scaled to below 2^half_bits.
+        self.half_bits = [(SUM_BITS - (n - 1).bit_length()) // 2 for n in self.numel.values()]
+
+    def __call__(self, gradients: Sequence[Tensor]) -> float:
+        """The norm of `gradients`, the owned parts in the order of `owned`; inf when any element is inf or NaN."""
+        largest = self._largest(gradients)
+        if not all(map(math.isfinite, largest)):
+            return math.inf
+        exponents = [max(math.frexp(value)[1], SMALLEST_EXPONENT) for value in largest]
+        sums = torch.zeros(len(self.numel), 2, dtype=torch.int64, device=self.device)
+        for place, gradient in zip(self.places.tolist(), gradients, strict=True):
+            half = self.half_bits[place]
+            sums[place] = _sum_of_squares(gradient, half - exponents[place], 2 * half)
+        totals = self.world.all_reduce_sum(sums, "gradient squares").tolist()
+        return _norm(totals, exponents, self.half_bits)
+
+    def _largest(self, gradients: Sequence[Tensor]) -> list[float]:
+        """The largest magnitude of each name over the world; inf also for NaN (not every backend's max keeps it)."""
+        largest = torch.zeros(len(self.numel), dtype=torch.float64, device=self.device)
+        if gradients:
+            own = torch.stack([torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients]).double()
+            largest[self.places] = own.nan_to_num(nan=math.inf, posinf=math.inf)
+        found: list[float] = self.world.all_reduce_max(largest, "gradient magnitudes").tolist()
+        return found
+
+
+def _numel_by_name(parts: Iterable[tuple[str, int, int]]) -> dict[str, int]:
+    """Elements of every name, sorted by name; the owned parts must add up to them."""
+    owned: dict[str, int] = {}
+    numel: dict[str, int] = {}
+    for name, part, whole in parts:
+        owned[name] = owned.get(name, 0) + part
+        if numel.setdefault(name, whole) != whole:
+            raise ValueError(f"{name}: ranks disagree on its number of elements, {numel[name]} and {whole}")
+    wrong = [
+        f"{name}: {owned[name]} of {numel[name]} elements are owned" for name in numel if owned[name] != numel[name]
+    ]
+    if wrong:
+        raise ValueError("optimizer shards must cover each parameter exactly once: " + "; ".join(wrong[:5]))
+    return dict(sorted(numel.items()))
+
+
+def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int) -> Tensor:
+    """Sum of (gradient * 2^exponent)^2 as [integer part, rest in units of 2^-low_bits], int64 [2]."""
+    scale, total = math.ldexp(1.0, exponent), torch.zeros(2, dtype=torch.int64, device=gradient.device)
+    for block in gradient.split(BLOCK):
+        squares = block.to(torch.float64, copy=True).mul_(scale).square_()
+        whole = squares.floor()
+        rest = squares.sub_(whole).mul_(2.0**low_bits).round_()
+        total += torch.stack([whole.long().sum(), rest.long().sum()])
+    return total
+
+
+def _norm(totals: Iterable[Sequence[int]], exponents: Sequence[int], half_bits: Sequence[int]) -> float:
+    """Undo the scales relative to the largest one, so that squares neither overflow nor vanish."""
+    top = max(exponents, default=0)
+    squares = []
+    for (whole, rest), exponent, half in zip(totals, exponents, half_bits, strict=True):
+        exact = (whole << 2 * half) + rest
+        squares.append(math.ldexp(exact, 2 * (exponent - top) - 4 * half))
+    return math.ldexp(math.sqrt(math.fsum(squares)), top)
+
+
+def clip_scale(norm: float, largest: float) -> float:
+    """What to multiply gradients of this norm by, so that it is at most `largest`; 0 turns clipping off."""
+    return largest / norm if 0 < largest < norm else 1.0

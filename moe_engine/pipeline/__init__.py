@@ -1,0 +1,1 @@
+"""Running a schedule: one executor for every list of actions."""

@@ -1,0 +1,174 @@
+"""One executor runs any schedule: it walks this rank's list of actions and knows nothing of how it was made.
+
+    F      forward of a micro-batch through a stage; the result is sent on as soon as it exists
+    B      full backward;  I  input gradient only, weight gradients go to the queue;  W  those weight gradients
+    F&B    a forward and a backward of different micro-batches, one after the other
+
+A receive is posted one action ahead (`schedule.check` proves that this order cannot deadlock) and waited for at
+its first use; messages are tagged by stage and micro-batch. The graph is cut at stage borders, which the
+executor owns: nothing inside a stage detaches. Between two stages of one rank tensors are handed over directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_engine.distributed.collectives import Pending
+from moe_engine.distributed.groups import Groups
+from moe_engine.model.batch import Batch
+from moe_engine.model.transformer import LossRule, Stage, StageOutput
+from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.schedule.action import Action, Item, Kind, Output, inputs
+
+
+@dataclass
+class StepSums:
+    """Loss sums of the micro-batches and stages that ran on this rank; see `StageOutput`.
+
+    hidden: by micro-batch, the final hidden state [T, D]; only after `forward_only` and where the head is.
+    """
+
+    loss_sums: Tensor  # int64 [1+D]
+    aux: Tensor  # fp64 scalar
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, output: StageOutput) -> None:
+        self.loss_sums += output.loss_sums
+        self.aux += output.aux
+
+
+@dataclass
+class _Live:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    x: Tensor | None
+    output: StageOutput
+
+
+@dataclass
+class _Step:
+    """Everything in flight during one pass over the actions."""
+
+    batches: Sequence[Batch]
+    rule: LossRule
+    sums: StepSums
+    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    received: dict[Item, Pending] = field(default_factory=dict)
+    local: dict[Item, Tensor] = field(default_factory=dict)
+    sends: list[Pending] = field(default_factory=list)
+
+
+class Executor:
+    """Runs action lists over the stages that this rank holds.
+
+    stages: by stage index; hidden size and dtype of the border tensors come from the stages themselves.
+    """
+
+    def __init__(self, stages: dict[int, Stage], groups: Groups) -> None:
+        self.stages, self.groups = stages, groups
+        self.num_stages = len(groups.placement.stages)
+        self.here = groups.layout.coordinate(groups.rank).pp
+        self.queue = WgradQueue()
+
+    def run(self, actions: Sequence[Action], batches: Sequence[Batch], rule: LossRule) -> StepSums:
+        """One pass: gradients are added to the parameters' `.grad`, the loss sums returned (of this rank only)."""
+        device = batches[0].tokens.device
+        sums = StepSums(
+            torch.zeros(batches[0].tokens.shape[0], dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+        )
+        step = _Step(batches, rule, sums)
+        for i, action in enumerate(actions):
+            for upcoming in actions[i : i + 2]:
+                self._post_receives(step, upcoming)
+            self._act(step, action)
+        for pending in step.sends:
+            pending.wait()
+        if step.live or len(self.queue):
+            raise ValueError(f"the schedule ended with {list(step.live)} live and {len(self.queue)} weight gradients queued")
+        return step.sums
+
+    def forward_only(self, batches: Sequence[Batch], rule: LossRule) -> StepSums:
+        """Evaluate: forwards alone, no gradients, no routing statistics."""
+        mine = sorted(self.stages)
+        actions = [Action(Kind.F, m, stage) for m in range(len(batches)) for stage in mine]
+        for stage in self.stages.values():
+            stage.eval()
+        with torch.no_grad():
+            sums = self.run(actions, batches, rule)
+        for stage in self.stages.values():
+            stage.train()
+        return sums
+
+    def _act(self, step: _Step, action: Action) -> None:
+        for half in action.halves():
+            if half.kind is Kind.F:
+                self._forward(step, half.stage, half.micro_batch)
+            elif half.kind is Kind.W:
+                self.queue.run((half.stage, half.micro_batch))
+            else:
+                self._backward(step, half.stage, half.micro_batch, defer=half.kind is Kind.I)
+
+    def _forward(self, step: _Step, stage: int, m: int) -> None:
+        x = None
+        if stage > 0:
+            x = self._take(step, Item(Output.ACTIVATION, m, stage - 1)).requires_grad_(torch.is_grad_enabled())
+        output = self.stages[stage](step.batches[m], x, step.rule, self.queue, f"micro_batch {m}")
+        step.sums.add(output)
+        if torch.is_grad_enabled():
+            step.live[stage, m] = _Live(x, output)
+        if stage + 1 < self.num_stages:
+            self._give(step, Item(Output.ACTIVATION, m, stage), stage + 1, output.x.detach())
+        elif not torch.is_grad_enabled():
+            step.sums.hidden[m] = output.x
+
+    def _backward(self, step: _Step, stage: int, m: int, defer: bool) -> None:
+        live = step.live.pop((stage, m))
+        roots: list[Tensor] = []
+        grads: list[Tensor | None] = []
+        if stage + 1 < self.num_stages:
+            roots.append(live.output.x)
+            grads.append(self._take(step, Item(Output.GRADIENT, m, stage + 1)))
+        if live.output.loss is not None:
+            roots.append(live.output.loss)
+            grads.append(None)
+        with self.queue.defer((stage, m), defer):
+            torch.autograd.backward(roots, grads)
+        if live.x is not None:
+            assert live.x.grad is not None
+            self._give(step, Item(Output.GRADIENT, m, stage), stage - 1, live.x.grad)
+
+    def _post_receives(self, step: _Step, action: Action) -> None:
+        """Post what `action` will wait for, if another rank makes it and it is not posted yet."""
+        for item in inputs(action, self.num_stages):
+            if item.stage in self.stages or item in step.received:
+                continue
+            source = self.groups.placement.rank_of_stage[item.stage][0]
+            link = self.groups.edges[source, self.here, item.output.value]
+            buffer = self._border_tensor(step.batches[item.micro_batch])
+            step.received[item] = link.receive(buffer, 1 - link.rank, self._tag(step, item), str(item))
+
+    def _border_tensor(self, batch: Batch) -> Tensor:
+        """Room for what crosses a stage border, [T, D]."""
+        stage = next(iter(self.stages.values()))
+        rows = batch.shape[0] * batch.shape[1]
+        return torch.empty(rows, stage.model.dim, dtype=stage.dtype, device=batch.tokens.device)
+
+    def _take(self, step: _Step, item: Item) -> Tensor:
+        return step.local.pop(item) if item in step.local else step.received.pop(item).wait()
+
+    def _give(self, step: _Step, item: Item, user: int, x: Tensor) -> None:
+        """Pass `x` to the stage that uses it: directly on this rank, or by a message that is started now."""
+        if user in self.stages:
+            step.local[item] = x
+            return
+        link = self.groups.edges[self.here, self.groups.placement.rank_of_stage[user][0], item.output.value]
+        step.sends = [pending for pending in step.sends if not pending.done()]
+        step.sends.append(link.send(x, 1 - link.rank, self._tag(step, item), str(item)))
+
+    def _tag(self, step: _Step, item: Item) -> int:
+        return item.stage * len(step.batches) + item.micro_batch

@@ -1,0 +1,1 @@
+"""What a run will cost, by arithmetic on its configuration: floating-point operations, parameters. No torch."""

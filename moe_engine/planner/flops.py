@@ -1,0 +1,150 @@
+"""Floating-point operations and parameters of a model, by arithmetic on its configuration.
+
+These are *model* FLOPs, what the mathematics of forward and backward needs, so that MFU compares engines and not their
+waste: recomputed forwards, padding and the half of the attention matrix above the diagonal do not count. A weight
+matrix costs 2 operations per token forward (multiply, add) and 4 backward (two gradients). Two conventions:
+
+* `matmul`: matrix products only: projections, experts, head, attention scores and their product with the values.
+* `nvidia`: the same, plus 6 per token for each weight of the norms on MLA's latent vectors and of the norms of an MTP
+  module, as Megatron's `num_floating_point_operations` counts. The difference is about 3 in a million.
+
+Both leave out the router, the embedding look-up, the other norms and the optimizer.
+
+Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1, appendix B) for MLA; DeepSeek-V3 (arXiv 2412.19437, sections 2.1
+and 2.2) for experts and MTP; PaLM (arXiv 2204.02311, appendix B) for MFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig
+
+CONVENTIONS = ("nvidia", "matmul")
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Trained scalars of a model. `router_bias` is a buffer, moved by the load and not by a gradient: not in `total`.
+
+    active: those that one token passes, embedding and head included; only the chosen experts of each layer.
+    by_part: embedding, attention, dense_mlp, router, shared_experts, experts, norms, mtp_proj, head; an MTP module is
+    spread over its parts. They add up to `total`.
+    """
+
+    total: int
+    active: int
+    router_bias: int
+    by_part: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Weights of one of each building block; matrices without norms."""
+
+    attention: int
+    latent_norms: int
+    dense_mlp: int
+    expert: int
+    mtp_proj: int
+    mtp_norms: int  # of hidden state, embedding and output
+    head: int
+
+
+def parameter_count(model: ModelConfig) -> ParameterCount:
+    """Count the parameters of a model, MTP modules included (embedding and head are shared with them)."""
+    sizes, blocks, moe_blocks = _sizes(model), _blocks(model), _moe_blocks(model)
+    by_part = {
+        "embedding": model.vocab_size * model.dim,
+        "attention": blocks * sizes.attention,
+        "dense_mlp": model.num_dense_layers * sizes.dense_mlp,
+        "router": moe_blocks * model.num_experts * model.dim,
+        "shared_experts": moe_blocks * model.num_shared_experts * sizes.expert,
+        "experts": moe_blocks * model.num_experts * sizes.expert,
+        "norms": blocks * (2 * model.dim + sizes.latent_norms) + model.dim + model.mtp_depth * sizes.mtp_norms,
+        "mtp_proj": model.mtp_depth * sizes.mtp_proj,
+        "head": 0 if model.tied_head else sizes.head,
+    }
+    total = sum(by_part.values())
+    idle = moe_blocks * (model.num_experts - model.top_k) * sizes.expert
+    return ParameterCount(total, total - idle, moe_blocks * model.num_experts, by_part)
+
+
+def sequence_flops(
+    model: ModelConfig, seq_len: int, convention: str = "nvidia", document_lengths: Sequence[int] | None = None
+) -> int:
+    """Model FLOPs of forward and backward of one sequence of `seq_len` tokens.
+
+    Attention counts the causal half, S²/2 scores of S tokens; where a sequence is packed from documents that do not
+    see each other, give their lengths (they must add up to `seq_len`). Raises ConfigError for an unknown convention or
+    lengths that do not fit.
+    """
+    if convention not in CONVENTIONS:
+        raise ConfigError(f"convention={convention}: unknown; use one of {', '.join(CONVENTIONS)}")
+    lengths = [seq_len] if document_lengths is None else list(document_lengths)
+    if sum(lengths) != seq_len or min(lengths, default=0) < 0:
+        raise ConfigError(
+            f"document_lengths={lengths}: must be 0 or more and add up to seq_len={seq_len}; use [{seq_len}] for one"
+        )
+    sizes, blocks = _sizes(model), _blocks(model)
+    weights = (
+        blocks * sizes.attention
+        + model.num_dense_layers * sizes.dense_mlp
+        + _moe_blocks(model) * (model.top_k + model.num_shared_experts) * sizes.expert
+        + model.mtp_depth * sizes.mtp_proj
+        + (1 + model.mtp_depth) * sizes.head
+    )
+    if convention == "nvidia":
+        weights += blocks * sizes.latent_norms + model.mtp_depth * sizes.mtp_norms
+    # forward: 2 operations for each of L²/2 scores and value products per head dimension; backward: twice that
+    scores = 3 * _attention_width(model) * sum(length * length for length in lengths)
+    return 6 * weights * seq_len + blocks * scores
+
+
+def mfu(flops_per_step: float, step_time_s: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation, a fraction: FLOPs of a step over what the devices could have done in its time.
+
+    `peak_flops` is the FLOP/s of all devices of the job together. Raises ConfigError where time or peak is not
+    positive: with no known peak there is no MFU.
+    """
+    for name, value in (("step_time_s", step_time_s), ("peak_flops", peak_flops)):
+        if value <= 0:
+            raise ConfigError(f"{name}={value}: must be positive; use a measured value, or report no MFU")
+    return flops_per_step / (step_time_s * peak_flops)
+
+
+def _blocks(model: ModelConfig) -> int:
+    """Transformer blocks; every MTP module has one."""
+    return model.num_layers + model.mtp_depth
+
+
+def _moe_blocks(model: ModelConfig) -> int:
+    """Blocks with experts; that of an MTP module is one."""
+    return _blocks(model) - model.num_dense_layers
+
+
+def _attention_width(model: ModelConfig) -> int:
+    """Multiply-adds for one query and one key, over all heads: their score, and its product with the value."""
+    return model.num_heads * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim)
+
+
+def _sizes(model: ModelConfig) -> _Sizes:
+    query_width = model.num_heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    key_value_width = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+    if model.q_lora_rank:
+        queries = model.q_lora_rank * (model.dim + query_width)
+    else:
+        queries = model.dim * query_width
+    keys_values = model.dim * (model.kv_lora_rank + model.qk_rope_head_dim) + model.kv_lora_rank * key_value_width
+    out = model.num_heads * model.v_head_dim * model.dim
+    return _Sizes(
+        attention=queries + keys_values + out,
+        latent_norms=model.q_lora_rank + model.kv_lora_rank,
+        dense_mlp=3 * model.dim * model.dense_hidden,
+        expert=3 * model.dim * model.expert_hidden,
+        mtp_proj=2 * model.dim * model.dim,
+        mtp_norms=3 * model.dim,
+        head=model.vocab_size * model.dim,
+    )

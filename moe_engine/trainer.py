@@ -1,0 +1,221 @@
+"""One rank of a training job: the parts put together, a step, evaluation, saving and going on.
+
+A step goes through the rooms in this order: `data` gives this rank's micro-batches; their valid items are counted
+over all data-parallel ranks (the loss normaliser); `pipeline` runs the schedule and leaves summed gradients;
+`optim` reduces, clips, updates the shards and gathers the parameters; the routers' counts are completed and the
+balancing bias moves once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.checkpoint import store
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.load import to_yaml
+from moe_engine.config.schema import Config
+from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.distributed.groups import Groups, build_groups
+from moe_engine.layout import Layout, Placement, split_stages
+from moe_engine.model.batch import Batch, ItemCounts, count_items
+from moe_engine.model.names import named_parameters
+from moe_engine.model.transformer import FIXED_POINT, LossRule, Stage
+from moe_engine.moe.balance import update_expert_bias
+from moe_engine.moe.layer import MoELayer
+from moe_engine.ops.random import normal
+from moe_engine.optim.lr import learning_rate
+from moe_engine.optim.zero import ZeroOptimizer
+from moe_engine.pipeline.executor import Executor, StepSums
+from moe_engine.schedule import schedules
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """A step between backward and update: the gradients themselves are in the optimizer's shards."""
+
+    items: ItemCounts
+    sums: StepSums
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of the whole job; losses in nats per valid target, equal on all ranks."""
+
+    loss: float
+    mtp_losses: tuple[float, ...]
+    aux_loss: float
+    total_loss: float
+    items: ItemCounts
+    lr: float
+    grad_norm: float
+    skipped: bool
+    expert_counts: dict[str, Tensor]  # by MoE layer of this rank, [E] int64, over the whole global batch
+    expert_load_max_over_mean: float
+
+
+def device_of_rank() -> torch.device:
+    """The GPU of this local rank, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+class Trainer:
+    """Model stages, optimizer and executor of one rank. `config` must be resolved (`parallel.dp` filled in)."""
+
+    def __init__(self, config: Config, rank: int, device: torch.device, log: CollectiveLog | None = None) -> None:
+        self.config, self.device = config, device
+        self.micro_batches = config.train.global_batch // ((config.parallel.dp or 1) * config.train.micro_batch)
+        self.groups = self._groups(rank, log)
+        self.stages = self._stages()
+        self.named = named_parameters(self.stages.values(), self.groups.placement)
+        self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
+        self.optimizer.fill_masters(self._initial_values)
+        self.executor = Executor(self.stages, self.groups)
+        actions = schedules.schedule(config.pipeline.schedule, config.parallel.pp, self.micro_batches)
+        self.actions = actions[self.groups.layout.coordinate(rank).pp]
+        self.steps_done = 0
+        self.tokens_seen = 0
+
+    def _groups(self, rank: int, log: CollectiveLog | None) -> Groups:
+        pipeline, pp = self.config.pipeline, self.config.parallel.pp
+        stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp)
+        specs = split_stages(self.config.model, schedules.num_stages(pipeline.schedule, pp))
+        placement = Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
+        return build_groups(Layout.of(self.config.parallel), placement, rank, log)
+
+    def _stages(self) -> dict[int, Stage]:
+        dtype = getattr(torch, self.config.precision.compute)
+        placement = self.groups.placement
+        stages: dict[int, Stage] = {}
+        for index in placement.stages_of_rank[self.groups.layout.coordinate(self.groups.rank).pp]:
+            stage = Stage(placement.stages[index], self.config.model, self.config.moe, self.groups, dtype, self.device)
+            for other in stages.values():
+                stage.share(other)
+            stages[index] = stage
+        return stages
+
+    def _initial_values(self, name: str, start: int, end: int, shape: torch.Size) -> Tensor:
+        """Elements start … end-1 of a parameter at step 0: ones for norms, otherwise normal."""
+        dtype = getattr(torch, self.config.precision.master)
+        if len(shape) == 1:
+            return torch.ones(end - start, dtype=dtype, device=self.device)
+        std, seed = self.config.model.init_std, self.config.train.seed
+        return normal((end - start,), std, name=name, seed=seed, first=start, dtype=dtype, device=self.device)
+
+    def moe_layers(self) -> dict[str, MoELayer]:
+        """Every MoE layer of this rank by global name."""
+        return {name: layer for stage in self.stages.values() for name, layer in stage.moe_layers().items()}
+
+    def count_items(self, batches: Sequence[Batch]) -> ItemCounts:
+        """Valid items of the whole global batch."""
+        counts = count_items(batches).as_tensor().to(self.device)
+        return ItemCounts.from_tensor(self.groups.data.all_reduce_sum(counts, "valid items"))
+
+    def step(self, batches: Sequence[Batch]) -> StepResult:
+        """Train on this rank's micro-batches of the next step."""
+        return self.update(self.accumulate(batches))
+
+    def accumulate(self, batches: Sequence[Batch]) -> StepGradients:
+        """Forward and backward of all micro-batches; gradients summed over them and over all ranks."""
+        items = self.count_items(batches)
+        self.optimizer.zero_grad()
+        sums = self.executor.run(self.actions, batches, LossRule(items, self.config.train.mtp_loss_weight))
+        self.optimizer.reduce_gradients()
+        return StepGradients(items, sums)
+
+    def update(self, gradients: StepGradients) -> StepResult:
+        """Clip, move the parameters and the balancing biases once, and complete the figures over ranks."""
+        items, sums = gradients.items, gradients.sums
+        lr = learning_rate(self.config.optim, self.steps_done, self.config.train.steps)
+        stats = self.optimizer.step(lr)
+        counts = self._take_expert_counts()
+        if not stats.skipped:
+            for name, layer in self.moe_layers().items():
+                update_expert_bias(layer.router.expert_bias, counts[name], self.config.moe.bias_step)
+        self.steps_done += 1
+        self.tokens_seen += items.tokens
+        loss, *mtp = self._mean_losses(sums, items)
+        aux = float(self.groups.world.all_reduce_sum(sums.aux, "aux loss"))
+        mtp_weight = self.config.train.mtp_loss_weight / max(len(mtp), 1)
+        return StepResult(
+            loss=loss,
+            mtp_losses=tuple(mtp),
+            aux_loss=aux,
+            total_loss=loss + mtp_weight * sum(mtp) + aux,
+            items=items,
+            lr=lr,
+            grad_norm=stats.grad_norm,
+            skipped=stats.skipped,
+            expert_counts=counts,
+            expert_load_max_over_mean=self._load_max_over_mean(counts),
+        )
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss in nats per valid target over all ranks' batches (equal numbers of batches on every rank)."""
+        items = self.count_items(batches)
+        sums = self.executor.forward_only(batches, LossRule(items, 0.0))
+        return self._mean_losses(sums, items)[0]
+
+    def _mean_losses(self, sums: StepSums, items: ItemCounts) -> list[float]:
+        """Main and MTP losses of the whole batch, nats per valid target; 0 where there are no targets."""
+        totals = self.groups.world.all_reduce_sum(sums.loss_sums, "losses").tolist()
+        targets = [items.tokens, *items.mtp]
+        return [total / FIXED_POINT / max(n, 1) for total, n in zip(totals, targets, strict=True)]
+
+    def _take_expert_counts(self) -> dict[str, Tensor]:
+        """Chosen counts of each MoE layer over the whole global batch; the layers' own counters start anew."""
+        by_holders: dict[tuple[int, ...], list[str]] = {}
+        layers = self.moe_layers()
+        for name in layers:
+            by_holders.setdefault(self.groups.placement.holders(name), []).append(name)
+        totals: dict[str, Tensor] = {}
+        for holders, names in sorted(by_holders.items()):
+            own = torch.stack([layers[name].router.num_tokens_per_expert for name in names])
+            summed = self.groups.dense[holders].all_reduce_sum(own, "expert counts")  # [layers, E]
+            totals.update(zip(names, summed, strict=True))
+        for layer in layers.values():
+            layer.router.num_tokens_per_expert.zero_()
+        return totals
+
+    def _load_max_over_mean(self, counts: dict[str, Tensor]) -> float:
+        ratios = [float(c.max() / c.double().mean().clamp_min(1.0)) for c in counts.values()]
+        largest = torch.tensor([max(ratios, default=0.0)], dtype=torch.float64, device=self.device)
+        return float(self.groups.world.all_reduce_max(largest, "expert load"))
+
+    def _extras(self) -> dict[str, Tensor]:
+        """State beside parameters: the balancing biases."""
+        return {f"{name}.router.expert_bias": layer.router.expert_bias for name, layer in self.moe_layers().items()}
+
+    def save(self, folder: Path) -> Path:
+        """Write `folder/step_<n>`, complete or not at all."""
+        meta = {
+            "tokens_seen": self.tokens_seen,
+            "optimizer_steps": self.optimizer.state_steps,
+            "config": to_yaml(self.config),
+        }
+        return store.save(
+            folder, self.steps_done, self.optimizer.named_shards(), self._extras(), meta, self.groups.world
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Go on from a checkpoint made in any layout."""
+        meta = store.load(path, self.optimizer.named_shards(), self._extras())
+        self.steps_done, self.tokens_seen = meta["step"], meta["tokens_seen"]
+        self.optimizer.state_steps = meta["optimizer_steps"]
+        self.optimizer.set_parameters_from_masters()
+        return meta
+
+    def load_newest(self, folder: Path) -> None:
+        """Go on from the newest complete checkpoint in `folder`; a fresh start when there is none is refused."""
+        path = store.newest(folder)
+        if path is None:
+            raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}; start with run.resume=false")
+        self.load(path)

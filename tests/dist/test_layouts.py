@@ -1,0 +1,214 @@
+"""Any layout equals one process: the harness over layouts, and the faults it must catch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from layouts import Case, Record, differences, one_process, run
+
+from moe_engine.model.batch import Batch, ItemCounts, count_items
+from moe_engine.model.transformer import LossRule
+from moe_engine.moe.balance import update_expert_bias
+from moe_engine.trainer import StepGradients, StepResult, Trainer
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+@cache
+def truth(case: Case) -> Record:
+    """One process on the same job; made once per job."""
+    record = run(one_process(case))
+    assert record.margin > 1e-6 or case.skew, "a near-tie in the routing: choose another seed for the test data"
+    return record
+
+
+def assert_equal(case: Case, record: Record) -> None:
+    worst = {key: value for key, value in differences(truth(case), record).items() if value > TOLERANCE[case.precision]}
+    assert not worst, f"{case} differs from one process: {worst}"
+
+
+def assert_same_order(record: Record) -> None:
+    """Every communicator saw the same operations in the same order on all its ranks (a send meets its receive)."""
+    orders: dict[str, set[tuple[str, ...]]] = {}
+    for log in record.logs:
+        own: dict[str, list[str]] = {}
+        for entry in log:
+            size = "" if entry.op == "all_to_all" else str(entry.bytes)
+            op = "message" if entry.op in ("send", "receive") else entry.op
+            own.setdefault(entry.communicator, []).append(f"{op} {entry.label} {size}")
+        for name, entries in own.items():
+            orders.setdefault(name, set()).add(tuple(entries))
+    assert orders or len(record.logs) == 1
+    for name, found in orders.items():
+        assert len(found) == 1, f"{name}: its ranks enqueued in different orders"
+
+
+FEW = [
+    Case(dp=2, ep=2, micro_batch=2),
+    Case(pp=2, dp=1, micro_batch=2, tied=True),
+    Case(pp=2, dp=2, ep=2, schedule="gpipe", combine="exact"),
+    Case(pp=2, dp=2, ep=1, schedule="split_1f1b", padding=True),
+    Case(pp=4, dp=1, tied=True, schedule="1f1b"),
+    Case(pp=2, dp=4, ep=2, skew=True),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_layout_equals_one_process(case: Case) -> None:
+    record = run(case)
+    assert_equal(case, record)
+    assert_same_order(record)
+
+
+def all_layouts() -> list[Case]:
+    found = []
+    for pp, dp in product((1, 2, 4), (1, 2, 4)):
+        for ep in (1, 2, 4):
+            if pp * dp <= 8 and dp % ep == 0:
+                for number, (tied, combine) in enumerate(product((False, True), ("dedup", "exact"))):
+                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1")[(number + pp + dp + ep) % 4]
+                    extra = {"padding": number == 1, "skew": number == 2}
+                    found.append(Case(pp, dp, ep, schedule, 2 if number % 2 and dp < 4 else 1, combine, tied, **extra))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("case", all_layouts(), ids=str)
+def test_every_layout_equals_one_process(case: Case, precision: str) -> None:
+    case = replace(case, precision=precision)
+    record = run(case)
+    assert_equal(case, record)
+    assert_same_order(record)
+
+
+def test_layout_equals_one_process_in_fp32() -> None:
+    case = Case(pp=2, dp=2, ep=2, micro_batch=2, precision="fp32")
+    assert_equal(case, run(case))
+
+
+def first_losses(case: Case) -> tuple[float, list[float]]:
+    step = run(replace(case, steps=1)).steps[0]
+    return step["loss"], step["mtp"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_loss_bits_do_not_depend_on_the_layout(precision: str) -> None:
+    """At equal parameters: same ep has the same bits under any pp, schedule, micro-batch and dp; exact: any ep."""
+    at_ep2 = Case(dp=2, ep=2, precision=precision)
+    expected = first_losses(at_ep2)
+    for case in (
+        replace(at_ep2, micro_batch=4),
+        replace(at_ep2, pp=2, schedule="gpipe"),
+        replace(at_ep2, pp=2, dp=4, schedule="zb_h1"),
+    ):
+        assert first_losses(case) == expected, case
+    exact = Case(precision=precision, combine="exact", micro_batch=8)
+    expected = first_losses(exact)
+    for case in (replace(exact, dp=2, ep=2, micro_batch=2), replace(exact, pp=2, dp=4, ep=4, micro_batch=1)):
+        assert first_losses(case) == expected, case
+
+
+def test_gradient_bits_do_not_depend_on_the_schedule() -> None:
+    """Among schedules with one holder per stage, and between split and whole backward."""
+    case = Case(pp=2, dp=2, ep=2, precision="fp32", steps=3)
+    plain = run(case)
+    for schedule in ("gpipe", "split_1f1b", "zb_h1"):
+        worst = differences(plain, run(replace(case, schedule=schedule)))
+        assert not any(worst.values()), (schedule, worst)
+
+
+def test_two_runs_have_the_same_bits() -> None:
+    case = Case(pp=2, dp=2, ep=2, precision="bf16", steps=3)
+    assert not any(differences(run(case), run(case)).values())
+
+
+# The harness must go red under each of these.
+
+
+def expert_gradient_times_ep(trainer: Trainer) -> None:
+    for named in trainer.named:
+        if named.expert:
+            named.parameter.register_hook(lambda grad: grad * trainer.groups.ep.size)
+
+
+def tied_head_not_summed(trainer: Trainer) -> None:
+    reduce_gradients = trainer.optimizer.reduce_gradients
+
+    def without_the_last_stage() -> None:
+        for named in trainer.named:
+            if len(named.holders) > 1 and max(trainer.stages) == trainer.executor.num_stages - 1:
+                assert named.parameter.grad is not None
+                named.parameter.grad.zero_()
+        reduce_gradients()
+
+    trainer.optimizer.reduce_gradients = without_the_last_stage  # type: ignore[method-assign]
+
+
+def mean_per_micro_batch(trainer: Trainer) -> None:
+    parts = trainer.micro_batches * trainer.groups.data.size
+    for stage in trainer.stages.values():
+        forward = stage.forward
+
+        def own_mean(batch: Batch, x: object, rule: LossRule, *args: object, forward: object = forward) -> object:
+            own = count_items([batch])
+            items = ItemCounts(own.tokens * parts, tuple(n * parts for n in own.mtp), own.sequences * parts)
+            return forward(batch, x, LossRule(items, rule.mtp_weight), *args)  # type: ignore[operator]
+
+        stage.forward = own_mean  # type: ignore[method-assign, assignment]
+
+
+def bias_moved_twice(trainer: Trainer) -> None:
+    update = trainer.update
+
+    def twice(gradients: StepGradients) -> StepResult:
+        result = update(gradients)
+        for name, layer in trainer.moe_layers().items():
+            update_expert_bias(layer.router.expert_bias, result.expert_counts[name], trainer.config.moe.bias_step)
+        return result
+
+    trainer.update = twice  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen_in"),
+    [
+        (expert_gradient_times_ep, "grad"),
+        (tied_head_not_summed, "grad"),
+        (mean_per_micro_batch, "grad"),
+        (bias_moved_twice, "bias"),
+    ],
+)
+def test_harness_goes_red_under_a_fault(fault: object, seen_in: str) -> None:
+    case = Case(pp=2, dp=2, ep=2, tied=True, steps=2)
+    worst = differences(truth(case), run(case, fault))  # type: ignore[arg-type]
+    assert worst[seen_in] > 1e-6, f"{getattr(fault, '__name__', fault)} went unseen"
+
+
+def _unit_gradient_norm(rank: int, case: Case) -> tuple[float, int]:
+    from layouts import config_of
+
+    trainer = Trainer(config_of(case), rank, torch.device("cpu"))
+    trainer.optimizer.zero_grad()
+    for named in trainer.named:
+        assert named.parameter.grad is not None
+        # one of the ranks that share this parameter brings the whole gradient of 1
+        first = trainer.groups.expert if named.expert else trainer.groups.dense
+        named.parameter.grad.fill_(float(first[named.holders].rank == 0))
+    trainer.optimizer.reduce_gradients()
+    return trainer.optimizer.gradient_norm()
+
+
+@pytest.mark.parametrize("case", [Case(), Case(pp=2, dp=2, ep=2, tied=True), Case(pp=2, dp=4, ep=2)], ids=str)
+def test_unit_gradients_have_norm_sqrt_of_parameters(case: Case) -> None:
+    from layouts import config_of
+    from ranks import run_ranks
+
+    from moe_engine.planner.flops import parameter_count
+
+    expected = parameter_count(config_of(case).model).total ** 0.5
+    assert run_ranks(case.world, _unit_gradient_norm, case) == pytest.approx([expected] * case.world, rel=1e-15)

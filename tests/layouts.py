@@ -1,0 +1,250 @@
+"""The central harness: any layout equals one process.
+
+`run(case)` trains a small model for some steps on the case's ranks and brings back everything that must not
+depend on the layout: losses, every raw gradient (before clipping), the gradient norm, counts and balancing
+biases, master weights and moments; also each rank's order of collectives and the smallest routing margin (a
+near-tie would flip between layouts for no fault of the engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from moe_engine.config.schema import (
+    Config,
+    ModelConfig,
+    MoESection,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord
+from moe_engine.model.batch import IGNORE, Batch
+from moe_engine.trainer import Trainer
+
+PRECISIONS = {
+    "fp64": PrecisionConfig("fp64", "float64", "float64", "float64"),
+    "fp32": PrecisionConfig("fp32", "float32", "float32", "float32"),
+    "bf16": PrecisionConfig("bf16", "bfloat16", "float32", "float32"),
+}
+GLOBAL_BATCH = 8
+SEQ_LEN = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and variant of the small training job."""
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    schedule: str = "1f1b"
+    micro_batch: int = 1
+    combine: str = "dedup"
+    tied: bool = False
+    precision: str = "fp64"
+    steps: int = 5
+    mtp_depth: int = 1
+    skew: bool = False  # all tokens prefer one expert
+    padding: bool = False  # rows end in padding tokens
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp
+
+    def __str__(self) -> str:
+        words = [f"pp{self.pp}", f"dp{self.dp}", f"ep{self.ep}", self.schedule, f"mb{self.micro_batch}", self.combine]
+        words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
+        return "-".join([*words, self.precision])
+
+
+@dataclass
+class Record:
+    """What a run did. `steps[n]` holds plain floats and merged tensors by global name."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    logs: list[list[CollectiveRecord]] = field(default_factory=list)
+    margin: float = float("inf")
+
+
+def config_of(case: Case) -> Config:
+    """A model with every part in small: 1 dense and 3 MoE layers, node-limited routing, MTP, 4 pipeline stages at most."""
+    model = ModelConfig(
+        vocab_size=61, dim=32, num_layers=4, num_dense_layers=1, dense_hidden=48,
+        num_heads=2, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+        num_experts=8, top_k=3, expert_hidden=16, num_shared_experts=1, num_groups=4, top_groups=2,
+        route_scale=1.5, mtp_depth=case.mtp_depth, tied_head=case.tied, init_std=0.1,
+    )  # fmt: skip
+    return Config(
+        model=model,
+        moe=MoESection(combine=case.combine, aux_loss_weight=0.01, bias_step=1e-3),
+        parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
+        pipeline=PipelineConfig(schedule=case.schedule),
+        precision=PRECISIONS[case.precision],
+        optim=OptimConfig(lr=3e-3, warmup_steps=2, clip=0.5),
+        train=TrainConfig(
+            steps=case.steps, global_batch=GLOBAL_BATCH, micro_batch=case.micro_batch, seq_len=SEQ_LEN, seed=3
+        ),
+    )
+
+
+def global_batch(case: Case, step: int) -> Batch:
+    """All rows of a step: several documents a row, ragged label masks, one row with a single valid target."""
+    chance = torch.Generator().manual_seed(100 + step)
+    depths = 1 + case.mtp_depth
+    stream = torch.randint(0, 61, (GLOBAL_BATCH, SEQ_LEN + depths), generator=chance)
+    if case.skew:
+        stream[:, :] = stream[:1, :1]
+    border = torch.randint(1, SEQ_LEN, (GLOBAL_BATCH, 1), generator=chance)
+    place = torch.arange(SEQ_LEN + depths)[None]
+    documents = (place >= border).int()
+    positions = torch.where(place >= border, place - border, place)
+    tokens = torch.stack([stream[:, k : k + SEQ_LEN] for k in range(depths)])
+    labels = torch.stack([stream[:, k + 1 : k + 1 + SEQ_LEN] for k in range(depths)])
+    for k in range(depths):
+        crosses = documents[:, k + 1 : k + 1 + SEQ_LEN] != documents[:, :SEQ_LEN]
+        dropped = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=chance) < torch.linspace(0, 0.9, GLOBAL_BATCH)[:, None]
+        labels[k][crosses | dropped] = IGNORE
+    labels[:, 5] = IGNORE
+    labels[0, 5, 3] = 7
+    mask = None
+    if case.padding:
+        lengths = torch.randint(4, SEQ_LEN + 1, (GLOBAL_BATCH, 1), generator=chance)
+        mask = place[:, :SEQ_LEN] < lengths
+        labels[:, ~mask] = IGNORE
+    return Batch(tokens, labels, positions[:, :SEQ_LEN], documents[:, :SEQ_LEN], mask)
+
+
+def run(case: Case, fault: Callable[[Trainer], None] | None = None, time_limit: float = 60.0) -> Record:
+    """Train `case` on its ranks. `fault` breaks a rank's trainer before the first step (to see the harness go red)."""
+    results = run_ranks(case.world, _rank, case, fault, time_limit=time_limit)
+    record = Record(logs=[result["log"] for result in results], margin=min(result["margin"] for result in results))
+    for step in range(case.steps):
+        merged = dict(results[0]["steps"][step])
+        for key in ("grad", "master", "exp_avg", "exp_avg_sq", "counts", "bias"):
+            merged[key] = _merge([result["steps"][step][key] for result in results])
+        record.steps.append(merged)
+    return record
+
+
+def _rank(rank: int, case: Case, fault: Callable[[Trainer], None] | None) -> dict[str, Any]:
+    log = CollectiveLog()
+    trainer = Trainer(config_of(case), rank, torch.device("cpu"), log)
+    if fault is not None:
+        fault(trainer)
+    margins = _watch_margins(trainer)
+    steps = [_step(trainer, case, step) for step in range(case.steps)]
+    return {"steps": steps, "log": log.records, "margin": min(margins, default=float("inf"))}
+
+
+def rank_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
+    """The micro-batches of this rank: its contiguous slice of the global rows."""
+    rows = global_batch(case, step)
+    own = GLOBAL_BATCH // case.dp
+    first = trainer.groups.data.rank * own
+    return [rows.slice_rows(i, i + case.micro_batch) for i in range(first, first + own, case.micro_batch)]
+
+
+def _step(trainer: Trainer, case: Case, step: int) -> dict[str, Any]:
+    gradients = trainer.accumulate(rank_batches(trainer, case, step))
+    raw = {
+        (name, start): (shape, part.clone()) for name, start, _, shape, part in trainer.optimizer.named_gradient_shards()
+    }
+    result = trainer.update(gradients)
+    found: dict[str, Any] = {
+        "loss": result.loss,
+        "mtp": list(result.mtp_losses),
+        "aux": result.aux_loss,
+        "norm": result.grad_norm,
+        "grad": raw,
+        "counts": {(name, 0): (c.shape, c.clone()) for name, c in result.expert_counts.items()},
+        "bias": {
+            (name, 0): (layer.router.expert_bias.shape, layer.router.expert_bias.clone())
+            for name, layer in trainer.moe_layers().items()
+        },
+        "master": {}, "exp_avg": {}, "exp_avg_sq": {},
+    }  # fmt: skip
+    for name, start, _, shape, state in trainer.optimizer.named_shards():
+        for key, values in state.items():
+            found[key][name, start] = (shape, values.clone())
+    return found
+
+
+def _merge(parts: list[dict[tuple[str, int], tuple[Any, Tensor]]]) -> dict[str, Tensor]:
+    """Put the ranks' pieces together. Pieces that several ranks hold must have the same bits."""
+    whole: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
+    for part in parts:
+        for (name, start), (shape, values) in part.items():
+            flat = values.reshape(-1)
+            if name not in whole:
+                whole[name] = torch.empty(shape, dtype=values.dtype)
+                covered[name] = torch.zeros(whole[name].numel(), dtype=torch.bool)
+            place = slice(start, start + flat.numel())
+            seen = covered[name][place]
+            assert torch.equal(whole[name].view(-1)[place][seen], flat[seen]), f"copies of {name} differ"
+            whole[name].view(-1)[place] = flat
+            covered[name][place] = True
+    missing = [name for name, seen in covered.items() if not bool(seen.all())]
+    assert not missing, f"no rank holds all of {missing}"
+    return whole
+
+
+def _watch_margins(trainer: Trainer) -> list[float]:
+    """Collect, over all tokens, the distance between the last chosen and the first refused biased score and group."""
+    margins: list[float] = []
+    model = trainer.config.model
+
+    def margin(values: Tensor, k: int) -> float:
+        top = values.sort(dim=-1, descending=True).values
+        return float((top[:, k - 1] - top[:, k]).min()) if k < values.shape[1] and len(values) else float("inf")
+
+    for layer in trainer.moe_layers().values():
+
+        def watch(router: Any, _inputs: Any, routing: Any) -> None:
+            biased = routing.scores.detach() + router.expert_bias
+            groups = biased.unflatten(-1, (model.num_groups, -1))
+            group_scores = groups.topk(2, dim=-1).values.sum(-1)
+            kept = group_scores.topk(model.top_groups, dim=-1).indices
+            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
+            chosen = groups.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+            margins.extend((margin(group_scores, model.top_groups), margin(chosen, model.top_k)))
+
+        layer.router.register_forward_hook(watch)
+    return margins
+
+
+def differences(one: Record, other: Record, steps: int | None = None) -> dict[str, float]:
+    """The largest relative difference of each kind of figure, over steps (and names); all zero when bits agree."""
+    worst: dict[str, float] = {}
+    for a, b in list(zip(one.steps, other.steps, strict=True))[:steps]:
+        for key in ("loss", "aux", "norm"):
+            worst[key] = max(worst.get(key, 0.0), abs(a[key] - b[key]) / max(abs(a[key]), 1e-300))
+        for k, (x, y) in enumerate(zip(a["mtp"], b["mtp"], strict=True)):
+            worst[f"mtp{k}"] = max(worst.get(f"mtp{k}", 0.0), abs(x - y) / max(abs(x), 1e-300))
+        for key in ("grad", "master", "exp_avg", "exp_avg_sq", "counts", "bias"):
+            assert a[key].keys() == b[key].keys(), f"{key}: different names {a[key].keys() ^ b[key].keys()}"
+            for name in a[key]:
+                worst[key] = max(worst.get(key, 0.0), _relative(a[key][name], b[key][name]))
+    return worst
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |a| in the Euclidean norm; exact zeros must be zeros."""
+    if torch.equal(a, b):
+        return 0.0
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / a.norm()) if a.norm() > 0 else float("inf")
+
+
+def one_process(case: Case) -> Case:
+    """The same job on one rank: the truth that `case` is held against."""
+    return replace(case, pp=1, dp=1, ep=1, schedule="1f1b", micro_batch=GLOBAL_BATCH, combine="dedup")
