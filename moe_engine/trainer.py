@@ -33,6 +33,7 @@ from moe_engine.ops.random import normal
 from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.zero import ZeroOptimizer
 from moe_engine.pipeline.executor import Executor, StepSums
+from moe_engine.planner.flops import parameter_count
 from moe_engine.schedule import schedules
 
 
@@ -81,6 +82,7 @@ class Trainer:
         self.executor = Executor(self.stages, self.groups)
         actions = schedules.schedule(config.pipeline.schedule, config.parallel.pp, self.micro_batches)
         self.actions = actions[self.groups.layout.coordinate(rank).pp]
+        self.num_parameters = parameter_count(config.model).total
         self.steps_done = 0
         self.tokens_seen = 0
 

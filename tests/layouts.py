@@ -53,7 +53,7 @@ class Case:
     precision: str = "fp64"
     steps: int = 5
     mtp_depth: int = 1
-    skew: bool = False  # all tokens prefer one expert
+    skew: bool = False  # all tokens choose the same experts: most experts, and at ep > 1 whole ranks, have none
     padding: bool = False  # rows end in padding tokens
 
     @property
@@ -101,8 +101,6 @@ def global_batch(case: Case, step: int) -> Batch:
     chance = torch.Generator().manual_seed(100 + step)
     depths = 1 + case.mtp_depth
     stream = torch.randint(0, 61, (GLOBAL_BATCH, SEQ_LEN + depths), generator=chance)
-    if case.skew:
-        stream[:, :] = stream[:1, :1]
     border = torch.randint(1, SEQ_LEN, (GLOBAL_BATCH, 1), generator=chance)
     place = torch.arange(SEQ_LEN + depths)[None]
     documents = (place >= border).int()
@@ -138,6 +136,8 @@ def run(case: Case, fault: Callable[[Trainer], None] | None = None, time_limit: 
 def _rank(rank: int, case: Case, fault: Callable[[Trainer], None] | None) -> dict[str, Any]:
     log = CollectiveLog()
     trainer = Trainer(config_of(case), rank, torch.device("cpu"), log)
+    for layer in trainer.moe_layers().values() if case.skew else ():
+        layer.router.expert_bias[: trainer.config.model.top_k] = 10.0
     if fault is not None:
         fault(trainer)
     margins = _watch_margins(trainer)

@@ -32,7 +32,11 @@ DENSE = {
     **{f"layers.{i}.attention_norm.weight": (8,) for i in range(4)},
     **{f"layers.{i}.moe.router.weight": (NUM_EXPERTS, 8) for i in range(4)},
 }
-EXPERT = {f"layers.{i}.moe.experts.{{}}.{name}": shape for i in (1, 3) for name, shape in (("gate_up", (10, 7)), ("down", (7, 5)))}
+EXPERT = {
+    f"layers.{i}.moe.experts.{{}}.{name}": shape
+    for i in (1, 3)
+    for name, shape in (("gate_up", (10, 7)), ("down", (7, 5)))
+}
 SHAPES = {**DENSE, **{name.format(e): shape for name, shape in EXPERT.items() for e in range(NUM_EXPERTS)}}
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
@@ -84,7 +88,9 @@ def add_gradients(named: Iterable[NamedParameter], groups: Groups, step: int) ->
     """Accumulate this rank's share of every gradient, as backward would."""
     for each in named:
         sharers = (groups.expert if each.expert else groups.dense)[each.holders]
-        pieces = zip(each.names, each.parameter.grad, strict=True) if each.expert else [(each.names[0], each.parameter.grad)]
+        pieces = (
+            zip(each.names, each.parameter.grad, strict=True) if each.expert else [(each.names[0], each.parameter.grad)]
+        )
         for name, grad in pieces:
             grad += share_of_gradient(name, step, sharers.rank, sharers.size)
 
@@ -97,7 +103,10 @@ def take(pieces: Iterable[tuple[str, int, int, torch.Size, Tensor]]) -> dict[str
 def take_states(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """Copies of this rank's masters and moments."""
     kinds = ("master", "exp_avg", "exp_avg_sq")
-    return {kind: take((n, a, b, shape, states[kind]) for n, a, b, shape, states in optimizer.named_shards()) for kind in kinds}
+    return {
+        kind: take((n, a, b, shape, states[kind]) for n, a, b, shape, states in optimizer.named_shards())
+        for kind in kinds
+    }
 
 
 def whole(parts: Iterable[dict[str, list[tuple[int, torch.Size, Tensor]]]]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from moe_kernels.reference import (
     swiglu,
     swiglu_backward,
     unpermute,
+    wgrad,
 )
 
-__all__ = ["gemm", "grouped_gemm", "grouped_wgrad", "permute", "swiglu", "swiglu_backward", "unpermute"]
+__all__ = ["gemm", "grouped_gemm", "grouped_wgrad", "permute", "swiglu", "swiglu_backward", "unpermute", "wgrad"]

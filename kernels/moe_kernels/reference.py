@@ -27,15 +27,44 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _products_are_slow(x: Tensor) -> bool:
+    """Whether this CPU has no instructions for products in x's dtype: bf16 then runs at 1 to 20 GFLOP/s a core."""
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and x.device.type == "cpu"
+        and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    )
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b with sums in fp32, rounded once. Where 16-bit products are slow the operands are widened first."""
+    if not _products_are_slow(a):
+        return torch.mm(a, b, out=out)
+    product = torch.mm(a.float(), b.float())
+    return product.to(a.dtype) if out is None else out.copy_(product)
+
+
+def wgrad(d_out: Tensor, a: Tensor) -> Tensor:
+    """Weight gradient of a linear layer: d_out [R, out], a [R, in] -> d_out^T @ a [out, in].
+
+    In fp32 where that costs no more than the inputs' own dtype (GPUs, and CPUs without 16-bit products).
+    """
+    if d_out.device.type == "cuda" and d_out.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(d_out.T, a, out_dtype=torch.float32)
+    if _products_are_slow(d_out):
+        return torch.mm(d_out.float().T, a.float())
+    return torch.mm(d_out.T, a)
+
+
 def gemm(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product a @ b with batch-invariant rows: a [R, in], b [in, out] (any strides) -> [R, out]."""
     rows = a.shape[0]
     padded = _padded(rows)
     if padded == rows or rows == 0:
-        return a @ b
+        return _mm(a, b)
     block = a.new_zeros(padded, a.shape[1])
     block[:rows] = a
-    return (block @ b)[:rows]
+    return _mm(block, b)[:rows]
 
 
 def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
@@ -51,7 +80,7 @@ def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
         stop, padded_stop = start + count, start + _padded(count)
         if count and padded_stop <= total:
             # Fill the block up with the rows that follow: what this writes there, later groups overwrite.
-            torch.mm(a[start:padded_stop], matrix, out=out[start:padded_stop])
+            _mm(a[start:padded_stop], matrix, out=out[start:padded_stop])
         elif count:
             out[start:stop] = gemm(a[start:stop], matrix)
         start = stop
@@ -60,20 +89,12 @@ def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def grouped_wgrad(d_out: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
-    """Weight gradient of each group: d_out [N, out], a [N, in] -> d_out_g^T @ a_g, [e, out, in].
+    """`wgrad` of each group: d_out [N, out], a [N, in] -> [e, out, in]; counts sum to N.
 
-    A group without rows has gradient zero.
+    A group without rows has gradient zero (a product over no rows).
     """
-    grad = a.new_empty(len(counts), d_out.shape[1], a.shape[1])
-    start = 0
-    for group, count in enumerate(counts):
-        stop = start + count
-        if count:
-            torch.mm(d_out[start:stop].T, a[start:stop], out=grad[group])
-        else:
-            grad[group] = 0
-        start = stop
-    return grad
+    parts = [wgrad(d, rows) for d, rows in zip(d_out.split(counts), a.split(counts), strict=True)]
+    return torch.stack(parts)
 
 
 def permute(x: Tensor, source: Tensor) -> Tensor:

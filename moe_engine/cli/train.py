@@ -70,7 +70,7 @@ def run(words: list[str]) -> int:
         os.environ.update(launch.lone_rank(), OMP_NUM_THREADS=str(config.train.threads))
 
     with launch.interrupt_ends_at_once():
-        from moe_engine.trainer import train  # loads torch, after OMP_NUM_THREADS is set
+        from moe_engine.job import train  # loads torch, after OMP_NUM_THREADS is set
 
     train(config)
     return 0

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.data.batches import IGNORE, Batch
 from moe_engine.data.tokens import TokenStream
+from moe_engine.model.batch import IGNORE, Batch
 
 _DISCOUNT = 0.75
 _LARGEST_VOCABULARY = 4096  # the table of all pairs is held whole: 128 MiB of float64

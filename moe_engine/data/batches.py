@@ -11,7 +11,6 @@ only: the global batch is cut by data-parallel rank and then in micro-batches, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,63 +19,7 @@ import torch
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.order import RowIndices, ordered_rows
 from moe_engine.data.tokens import TokenStream
-
-IGNORE = -100  # the label of a target that does not count, as in torch's cross entropy
-
-
-@dataclass(frozen=True)
-class Batch:
-    """B rows of S tokens with D extra depths of prediction.
-
-    tokens        [1+D, B, S] int64: tokens[k][b, t] is the token at place t + k; k = 0 the main input, k the extra
-                  input of prediction depth k
-    labels        [1+D, B, S] int64: labels[k][b, t] is the token at place t + 1 + k, or IGNORE
-    positions     [B, S] int64: place inside the document, from 0 at a document's start and at the row's start
-    document_ids  [B, S] int32: 0, 1, 2 … inside the row
-    token_mask    [B, S] bool, False for padding; None: no padding (packed text never has any)
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    document_ids: torch.Tensor
-    token_mask: torch.Tensor | None = None
-
-    def cu_seqlens(self) -> torch.Tensor:
-        """Where each document starts in the B * S tokens laid end to end, and B * S: int32 [documents + 1]."""
-        starts = torch.ones_like(self.document_ids, dtype=torch.bool)  # [B, S]; a row always starts one
-        starts[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
-        places = starts.flatten().nonzero().flatten()
-        return torch.cat([places, places.new_tensor([starts.numel()])]).to(torch.int32)
-
-    def slice_rows(self, start: int, stop: int) -> Batch:
-        """Rows start … stop - 1, as views."""
-        return Batch(
-            self.tokens[:, start:stop],
-            self.labels[:, start:stop],
-            self.positions[start:stop],
-            self.document_ids[start:stop],
-            None if self.token_mask is None else self.token_mask[start:stop],
-        )
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device."""
-        return Batch(
-            self.tokens.to(device),
-            self.labels.to(device),
-            self.positions.to(device),
-            self.document_ids.to(device),
-            None if self.token_mask is None else self.token_mask.to(device),
-        )
-
-
-@dataclass(frozen=True)
-class ItemCounts:
-    """How many items each loss term has; a term is its sum divided by the count of the whole global batch."""
-
-    tokens: int  # valid main targets
-    mtp: tuple[int, ...]  # valid targets of each prediction depth
-    sequences: int  # rows with at least one token that is not padding
+from moe_engine.model.batch import IGNORE, Batch
 
 
 class PackedDataset:
@@ -195,15 +138,3 @@ def micro_batches(
     rows = dataset.rows(step, global_batch, start=dp_rank * share, stop=(dp_rank + 1) * share)
     whole = dataset.batch(rows)
     return [whole.slice_rows(start, start + micro_batch) for start in range(0, share, micro_batch)]
-
-
-def count_items(batches: Sequence[Batch]) -> ItemCounts:
-    """The items of some batches of this rank; the global counts are their sum over the data-parallel ranks."""
-    if not batches:
-        return ItemCounts(0, (), 0)
-    valid = [sum(int((batch.labels[k] != IGNORE).sum()) for batch in batches) for k in range(len(batches[0].labels))]
-    sequences = sum(
-        batch.positions.shape[0] if batch.token_mask is None else int(batch.token_mask.any(dim=1).sum())
-        for batch in batches
-    )
-    return ItemCounts(valid[0], tuple(valid[1:]), sequences)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from moe_engine.config.errors import ConfigError
 
-# Whether the tests are installed differs between distributions, and so would the data; the packages are not ours to read.
+# Tests are installed by some distributions only, and the data would differ with them; packages are not the library.
 _LIBRARY_SKIPS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _SECTION_BYTES = 16384  # a single file is cut in sections of about this size …
 _SECTIONS = 20  # … or of a size that makes about this many of them

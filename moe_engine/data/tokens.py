@@ -9,6 +9,7 @@ several; here it is one, unless it is longer than an int32 can say.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import struct
@@ -50,17 +51,18 @@ class TokenWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike = np.uint16) -> None:
-        self.dtype: np.dtype[np.integer] = np.dtype(dtype).newbyteorder("<")
-        if self.dtype.kind not in "ui" or self.dtype.name not in _TYPE_CODES:
+        name = np.dtype(dtype).name
+        if name not in _TYPE_CODES or "float" in name:
             known = ", ".join(name for name in _TYPE_CODES if "float" not in name)
-            raise ConfigError(f"dtype={self.dtype.name}: not a token type of .bin/.idx files; use one of {known}")
+            raise ConfigError(f"dtype={name}: not a token type of .bin/.idx files; use one of {known}")
+        self.dtype: np.dtype[np.integer] = np.dtype(name).newbyteorder("<")
         self.bin_path, self.idx_path = _paths(prefix)
         mark = f"{os.getpid()}-{secrets.token_hex(4)}.partial"
         self._bin_partial = self.bin_path.with_name(f".{self.bin_path.name}.{mark}")
         self._idx_partial = self.idx_path.with_name(f".{self.idx_path.name}.{mark}")
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._file: BinaryIO = open(self._bin_partial, "xb")
+        self._file: BinaryIO = open(self._bin_partial, "xb")  # noqa: SIM115 (closed by commit or abort)
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -120,10 +122,8 @@ class TokenWriter:
 
     def abort(self) -> None:
         """Throw away what was written; files of an earlier commit stay as they were."""
-        try:
+        with contextlib.suppress(OSError):  # closing writes out what is buffered, which fails again on a full disk
             self._file.close()
-        except OSError:
-            pass  # closing writes the buffer out, which fails again on a full disk; the file goes anyway
         self._bin_partial.unlink(missing_ok=True)
         self._idx_partial.unlink(missing_ok=True)
 

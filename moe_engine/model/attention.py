@@ -127,7 +127,10 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scal
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+    """In fp32 (fp64): many CPUs have no 16-bit products, and scores deserve the precision."""
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
     if allowed is None:
         allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = (q * scale) @ k.transpose(-1, -2)
-    return scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v
+    return (scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v).to(dtype)

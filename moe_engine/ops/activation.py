@@ -30,7 +30,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     """
     flat = gate_up.reshape(-1, gate_up.shape[-1])
     out: Tensor = _SwiGLU.apply(flat, None if weight is None else weight.reshape(-1))
-    return out.view(*gate_up.shape[:-1], -1)
+    return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 def sigmoid(x: Tensor) -> Tensor:

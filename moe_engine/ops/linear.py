@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.wgrad_queue import WgradQueue
-from moe_kernels import gemm
+from moe_kernels import gemm, wgrad
 
 
 def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Callable[[], Tensor]) -> Tensor | None:
@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
         d_x = gemm(d_out, weight) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: d_out.T @ x)
+            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: wgrad(d_out, x))
         return d_x, d_weight, None
 
 

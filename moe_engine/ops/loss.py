@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_kernels import gemm
+from moe_kernels import gemm, wgrad
 
 IGNORE = -100  # a label that is no target
 CHUNK_ELEMENTS = 1 << 26  # logits of one chunk
@@ -52,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
             d_logits = d_logits.mul_(d_losses[rows].where(valid, 0)[:, None]).to(x.dtype)
             d_x[rows] = gemm(d_logits, weight)
             if d_weight is not None:
-                d_weight += d_logits.T @ x[rows]
+                d_weight += wgrad(d_logits, x[rows])
         return d_x, d_weight, None
 
 

@@ -31,8 +31,8 @@ from moe_engine.model.names import NamedParameter
 from moe_engine.optim.adamw import adamw
 from moe_engine.optim.clip import GradientNorm, clip_scale
 
-# Parameters start, and shards are cut, at multiples of this many elements. Vectorised kernels treat the elements
-# after the last full vector by other instructions; this way there are none, and no bit depends on the layout.
+# Parameters start, and shards are cut, at multiples of this many elements. Vectorised kernels may treat the elements
+# after the last full vector by other instructions; this way there are none, and no bit can depend on the layout.
 ALIGNMENT = 64
 BLOCK = 1 << 22  # elements of a shard handled at a time: bounds what a reduction, an update or a gather needs beside
 

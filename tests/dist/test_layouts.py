@@ -22,7 +22,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 def truth(case: Case) -> Record:
     """One process on the same job; made once per job."""
     record = run(one_process(case))
-    assert record.margin > 1e-6 or case.skew, "a near-tie in the routing: choose another seed for the test data"
+    assert record.margin > 1e-6, "a near-tie in the routing: choose another seed for the test data"
     return record
 
 

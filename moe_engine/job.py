@@ -1,0 +1,195 @@
+"""A training job from the first step to the finished run folder: data, loop, checkpoints, evaluation, a sample.
+
+Every rank runs this; the one with rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from moe_engine.config.load import to_yaml
+from moe_engine.config.schema import Config
+from moe_engine.data.baseline import BigramModel
+from moe_engine.data.batches import PackedDataset, micro_batches
+from moe_engine.data.corpus import Corpus, prepare_text
+from moe_engine.distributed import groups
+from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, progress, shown
+from moe_engine.model.batch import Batch
+from moe_engine.pipeline.generate import generate
+from moe_engine.planner.flops import sequence_flops
+from moe_engine.trainer import StepResult, Trainer, device_of_rank
+
+PROMPT = "def "
+
+
+def train(config: Config) -> None:
+    """Run the whole job on this rank. `config` must be resolved and valid."""
+    torch.set_num_threads(config.train.threads)
+    device = device_of_rank()
+    rank = groups.start(device)
+    try:
+        Job(config, rank, device).run()
+    finally:
+        groups.stop()
+
+
+class Job:
+    """One rank's view of the job."""
+
+    def __init__(self, config: Config, rank: int, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.console = Console(quiet=rank != 0)
+        self.corpus = self._prepare_text()
+        self.trainer = Trainer(config, rank, device)
+        self.world = self.trainer.groups.world
+        self.data = self._dataset("train")
+        path = Path(config.run.dir) / config.run.name
+        self.checkpoints = path / "checkpoints"
+        if config.run.resume:
+            self.trainer.load_newest(self.checkpoints)
+        self.folder = RunFolder(path) if rank == 0 else None
+        if self.folder:
+            self.folder.begin(to_yaml(config), self.trainer.steps_done)
+        dtype = getattr(torch, config.precision.compute)
+        self.matrix_rate = measure_matrix_rate(self.world, dtype, device)
+        self.step_flops = config.train.global_batch * sequence_flops(config.model, config.train.seq_len)
+
+    def run(self) -> None:
+        """Train to the last step, then evaluate, sample, save and report."""
+        config = self.config.train
+        self._announce()
+        with progress(self.console, config.steps, self.trainer.steps_done) as bar:
+            for step in range(self.trainer.steps_done, config.steps):
+                self._report(self._timed_step(step), bar)
+                if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and step + 1 < config.steps:
+                    self.trainer.save(self.checkpoints)
+        checkpoint = self.trainer.save(self.checkpoints)
+        summary = self._evaluate()
+        if config.sample_tokens:
+            summary["sample"] = self._sample()
+        if self.folder:
+            self.folder.finish(summary)
+            self._print_summary(summary, checkpoint)
+
+    def _prepare_text(self) -> Corpus:
+        data = self.config.data
+        with self.console.status("reading text …"):
+            return prepare_text(
+                data.text_paths,
+                data.cache_dir,
+                validation_fraction=data.validation_fraction,
+                max_bytes=data.max_bytes,
+            )
+
+    def _dataset(self, name: str) -> PackedDataset:
+        return PackedDataset(
+            self.corpus.train if name == "train" else self.corpus.validation,
+            seq_len=self.config.train.seq_len,
+            mtp_depth=self.config.model.mtp_depth if name == "train" else 0,
+            mask_documents=self.config.data.mask_documents,
+            seed=self.config.train.seed,
+            name=name,
+        )
+
+    def _batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step."""
+        data, train = self.trainer.groups.data, self.config.train
+        batches = micro_batches(
+            self.data,
+            step,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            dp_rank=data.rank,
+            dp_size=data.size,
+        )
+        return [batch.to(self.device) for batch in batches]
+
+    def _timed_step(self, step: int) -> StepMetrics:
+        start = time.perf_counter()
+        result = self.trainer.step(self._batches(step))
+        return self._metrics(step, result, time.perf_counter() - start)
+
+    def _metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
+        tokens = result.items.tokens
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            mtp_loss=sum(result.mtp_losses) / max(len(result.mtp_losses), 1),
+            aux_loss=result.aux_loss,
+            total_loss=result.total_loss,
+            tokens=tokens,
+            tokens_seen=self.trainer.tokens_seen,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            expert_load_max_over_mean=result.expert_load_max_over_mean,
+            step_time_s=seconds,
+            tokens_per_s=tokens / seconds,
+            tokens_per_s_per_rank=tokens / seconds / self.world.size,
+            model_tflops=self.step_flops / seconds / 1e12,
+            mfu=self.step_flops / seconds / self.matrix_rate,
+        )
+
+    def _report(self, metrics: StepMetrics, bar: Progress) -> None:
+        if not self.folder:
+            return
+        self.folder.write(metrics)
+        bar.update(bar.task_ids[0], completed=metrics.step + 1, shown=shown(metrics))
+        last = metrics.step + 1 == self.config.train.steps
+        if not self.console.is_terminal and (metrics.step % 10 == 0 or last):
+            self.console.print(f"step {metrics.step + 1}/{self.config.train.steps}  {shown(metrics)}", highlight=False)
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Validation loss beside that of bigram counts of the same training tokens, on the same targets."""
+        count = self.config.train.eval_sequences
+        if not count:
+            return {}
+        dataset = self._dataset("validation")
+        rows = dataset.batch(dataset.fixed_rows(count))
+        data = self.trainer.groups.data
+        own, micro_batch = count // data.size, self.config.train.micro_batch
+        batches = [
+            rows.slice_rows(i, min(i + micro_batch, (data.rank + 1) * own)).to(self.device)
+            for i in range(data.rank * own, (data.rank + 1) * own, micro_batch)
+        ]
+        summary: dict[str, Any] = {"validation_loss": self.trainer.evaluate(batches)}
+        if self.folder:
+            bigram = BigramModel.fit(
+                self.corpus.train, self.config.model.vocab_size, mask_documents=self.config.data.mask_documents
+            )
+            summary["bigram_loss"] = bigram.nats_per_target([rows])
+        return summary
+
+    def _sample(self) -> str:
+        tokenizer, train = self.corpus.tokenizer, self.config.train
+        prompt = [int(token) for token in tokenizer.encode(PROMPT)]
+        tokens = generate(self.trainer.executor, prompt, train.sample_tokens, train.seq_len, train.seed)
+        return tokenizer.decode(tokens)
+
+    def _announce(self) -> None:
+        layout, train = self.trainer.groups.layout, self.config.train
+        self.console.print(
+            f"{layout.world} ranks: pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, {self.config.pipeline.schedule}; "
+            f"{self.trainer.num_parameters:,} parameters; {len(self.data.stream.tokens):,} training tokens; "
+            f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s; steps {self.trainer.steps_done} to {train.steps}",
+            highlight=False,
+        )
+
+    def _print_summary(self, summary: dict[str, Any], checkpoint: Path) -> None:
+        print_ = self.console.print
+        if "validation_loss" in summary:
+            print_(
+                f"validation loss {summary['validation_loss']:.4f} nats per byte "
+                f"(bigram counts of the same text: {summary['bigram_loss']:.4f})",
+                highlight=False,
+            )
+        if "sample" in summary:
+            print_("sample:")
+            print_(summary["sample"], markup=False, highlight=False)
+        print_(f"run folder {self.checkpoints.parent}, checkpoint {checkpoint}", markup=False, highlight=False)
