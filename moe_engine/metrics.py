@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe_engine.distributed.collectives import Communicator
 
 PROBE_SECONDS = 0.5
-PROBE_SIZE = 1024
+PROBE_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,16 @@ TIME_FIELDS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tf
 
 
 def measure_matrix_rate(world: Communicator, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of square matrix products in `dtype`, by all ranks at the same time, summed over the ranks.
+    """FLOP/s of square matrix products by all ranks at the same time, summed over the ranks.
 
-    Ranks that share a machine compete here as they do in training, so the sum is that machine's rate.
+    Ranks that share a machine compete here as they do in training, so the sum is that machine's rate. It is the
+    better of `dtype` and fp32: a CPU without 16-bit products computes bf16 matrices in fp32.
     """
+    rates = torch.tensor([_own_rate(world, each, device) for each in dict.fromkeys((dtype, torch.float32))])
+    return float(world.all_reduce_sum(rates.double().to(device), "matrix rate").max())
+
+
+def _own_rate(world: Communicator, dtype: torch.dtype, device: torch.device) -> float:
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
     b = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
 
@@ -83,8 +89,7 @@ def measure_matrix_rate(world: Communicator, dtype: torch.dtype, device: torch.d
     while (elapsed := time.perf_counter() - start) < PROBE_SECONDS:
         product()
         count += 1
-    rate = torch.tensor([count * 2.0 * PROBE_SIZE**3 / elapsed], dtype=torch.float64)
-    return float(world.all_reduce_sum(rate, "matrix rate"))
+    return count * 2.0 * PROBE_SIZE**3 / elapsed
 
 
 class RunFolder:

@@ -209,7 +209,7 @@ class Trainer:
 
     def load(self, path: Path) -> dict[str, Any]:
         """Go on from a checkpoint made in any layout."""
-        meta = store.load(path, self.optimizer.named_shards(), self._extras())
+        meta = store.load(path, self.optimizer.named_shards(), self._extras(), self.groups.world)
         self.steps_done, self.tokens_seen = meta["step"], meta["tokens_seen"]
         self.optimizer.state_steps = meta["optimizer_steps"]
         self.optimizer.set_parameters_from_masters()
@@ -217,7 +217,8 @@ class Trainer:
 
     def load_newest(self, folder: Path) -> None:
         """Go on from the newest complete checkpoint in `folder`; a fresh start when there is none is refused."""
-        path = store.newest(folder)
+        world = self.groups.world
+        path = world.gather_objects(store.newest(folder) if world.rank == 0 else None)[0]
         if path is None:
             raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}; start with run.resume=false")
         self.load(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Case:
     tied: bool = False
     precision: str = "fp64"
     steps: int = 5
+    total_steps: int = 5  # of the learning-rate schedule
     mtp_depth: int = 1
     skew: bool = False  # all tokens choose the same experts: most experts, and at ep > 1 whole ranks, have none
     padding: bool = False  # rows end in padding tokens
@@ -91,7 +93,7 @@ def config_of(case: Case) -> Config:
         precision=PRECISIONS[case.precision],
         optim=OptimConfig(lr=3e-3, warmup_steps=2, clip=0.5),
         train=TrainConfig(
-            steps=case.steps, global_batch=GLOBAL_BATCH, micro_batch=case.micro_batch, seq_len=SEQ_LEN, seed=3
+            steps=case.total_steps, global_batch=GLOBAL_BATCH, micro_batch=case.micro_batch, seq_len=SEQ_LEN, seed=3
         ),
     )
 
@@ -121,9 +123,19 @@ def global_batch(case: Case, step: int) -> Batch:
     return Batch(tokens, labels, positions[:, :SEQ_LEN], documents[:, :SEQ_LEN], mask)
 
 
-def run(case: Case, fault: Callable[[Trainer], None] | None = None, time_limit: float = 60.0) -> Record:
-    """Train `case` on its ranks. `fault` breaks a rank's trainer before the first step (to see the harness go red)."""
-    results = run_ranks(case.world, _rank, case, fault, time_limit=time_limit)
+def run(
+    case: Case,
+    fault: Callable[[Trainer], None] | None = None,
+    load_from: Path | None = None,
+    save_to: Path | None = None,
+    time_limit: float = 60.0,
+) -> Record:
+    """Train `case` on its ranks for `case.steps` steps, from the start or from the newest checkpoint in `load_from`.
+
+    `fault` breaks a rank's trainer before the first step (to see the harness go red); `save_to` gets a checkpoint
+    after the last one.
+    """
+    results = run_ranks(case.world, _rank, case, fault, load_from, save_to, time_limit=time_limit)
     record = Record(logs=[result["log"] for result in results], margin=min(result["margin"] for result in results))
     for step in range(case.steps):
         merged = dict(results[0]["steps"][step])
@@ -133,15 +145,22 @@ def run(case: Case, fault: Callable[[Trainer], None] | None = None, time_limit: 
     return record
 
 
-def _rank(rank: int, case: Case, fault: Callable[[Trainer], None] | None) -> dict[str, Any]:
+def _rank(
+    rank: int, case: Case, fault: Callable[[Trainer], None] | None, load_from: Path | None, save_to: Path | None
+) -> dict[str, Any]:
     log = CollectiveLog()
     trainer = Trainer(config_of(case), rank, torch.device("cpu"), log)
     for layer in trainer.moe_layers().values() if case.skew else ():
         layer.router.expert_bias[: trainer.config.model.top_k] = 10.0
     if fault is not None:
         fault(trainer)
+    if load_from is not None:
+        trainer.load_newest(load_from)
     margins = _watch_margins(trainer)
-    steps = [_step(trainer, case, step) for step in range(case.steps)]
+    first = trainer.steps_done
+    steps = [_step(trainer, case, step) for step in range(first, first + case.steps)]
+    if save_to is not None:
+        trainer.save(save_to)
     return {"steps": steps, "log": log.records, "margin": min(margins, default=float("inf"))}
 
 
@@ -222,10 +241,13 @@ def _watch_margins(trainer: Trainer) -> list[float]:
     return margins
 
 
-def differences(one: Record, other: Record, steps: int | None = None) -> dict[str, float]:
-    """The largest relative difference of each kind of figure, over steps (and names); all zero when bits agree."""
+def differences(one: Record, other: Record, first: int = 0) -> dict[str, float]:
+    """The largest relative difference of each kind of figure, over steps (and names); all zero when bits agree.
+
+    `other` has the steps of `one` from `first` on, or fewer.
+    """
     worst: dict[str, float] = {}
-    for a, b in list(zip(one.steps, other.steps, strict=True))[:steps]:
+    for a, b in zip(one.steps[first:], other.steps, strict=False):
         for key in ("loss", "aux", "norm"):
             worst[key] = max(worst.get(key, 0.0), abs(a[key] - b[key]) / max(abs(a[key]), 1e-300))
         for k, (x, y) in enumerate(zip(a["mtp"], b["mtp"], strict=True)):

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# torch's CPU matrix products treat the last (rows mod 4) rows, and blocks of very few rows, by another path
-# with another order of sums: row blocks are filled up to these.
+# torch's CPU matrix products take the last (rows mod 4) rows, and blocks of very few rows, by another path with
+# another order of sums, so row blocks are filled up to these numbers. In fp32 and fp64 they also treat a row by its
+# place in the block when a matrix dimension is not a multiple of 4; in bf16 they do not.
 ROW_MULTIPLE = 4
 MIN_ROWS = 16
+DIM_MULTIPLE = 4
 # Elementwise work goes over blocks of about this many elements, so that fp32 intermediates stay in cache.
 BLOCK_ELEMENTS = 1 << 16
 
@@ -56,15 +59,26 @@ def wgrad(d_out: Tensor, a: Tensor) -> Tensor:
     return torch.mm(d_out.T, a)
 
 
+def _fill_dims(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a [..., in] and b [..., in, out], filled up with zeros where a dimension needs it."""
+    if a.dtype not in (torch.float32, torch.float64):
+        return a, b
+    fill_in, fill_out = -b.shape[-2] % DIM_MULTIPLE, -b.shape[-1] % DIM_MULTIPLE
+    if fill_in:
+        a = F.pad(a, (0, fill_in))
+    if fill_in or fill_out:
+        b = F.pad(b, (0, fill_out, 0, fill_in))
+    return a, b
+
+
 def gemm(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product a @ b with batch-invariant rows: a [R, in], b [in, out] (any strides) -> [R, out]."""
-    rows = a.shape[0]
-    padded = _padded(rows)
-    if padded == rows or rows == 0:
-        return _mm(a, b)
-    block = a.new_zeros(padded, a.shape[1])
-    block[:rows] = a
-    return _mm(block, b)[:rows]
+    rows, columns = a.shape[0], b.shape[1]
+    a, b = _fill_dims(a, b)
+    if rows and _padded(rows) != rows:
+        a = F.pad(a, (0, 0, 0, _padded(rows) - rows))
+    out = a @ b
+    return out if out.shape == (rows, columns) else out[:rows, :columns].contiguous()
 
 
 def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
@@ -73,19 +87,20 @@ def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
     a [N, in]: rows sorted by group; b [e, in, out]; counts: rows of each group, summing to at most N.
     Returns [N, out]; rows after the last group are zero.
     """
-    total = a.shape[0]
+    total, columns = a.shape[0], b.shape[2]
+    a, b = _fill_dims(a, b)
     out = a.new_empty(total, b.shape[2])
     start = 0
     for matrix, count in zip(b, counts, strict=True):
         stop, padded_stop = start + count, start + _padded(count)
         if count and padded_stop <= total:
             # Fill the block up with the rows that follow: what this writes there, later groups overwrite.
-            _mm(a[start:padded_stop], matrix, out=out[start:padded_stop])
+            torch.mm(a[start:padded_stop], matrix, out=out[start:padded_stop])
         elif count:
             out[start:stop] = gemm(a[start:stop], matrix)
         start = stop
     out[start:] = 0
-    return out
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
 def grouped_wgrad(d_out: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:

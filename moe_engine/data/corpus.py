@@ -50,15 +50,17 @@ def prepare_text(
     """The train and validation tokens of some text, from the cache if they are there.
 
     text_paths           files or folders (see `text.find_files`); empty: the interpreter's standard library
-    validation_fraction  of the documents, between 0 and 1; both sides always get at least one
+    validation_fraction  of the documents, 0 <= f < 1; both sides get at least one, but for 0: no validation
     max_bytes            never take more text than this (see `text.choose_documents`); 0: no limit
 
     Every document ends with the end-of-document token. Any number of processes may call this at once: one builds
     and the others wait for it; if it dies, the next one builds. Raises `ConfigError` for a path that does not
     exist, for text that is missing or cannot be split, and for a damaged cache.
     """
-    if not 0.0 < validation_fraction < 1.0:
-        raise ConfigError(f"data.validation_fraction={validation_fraction}: must lie between 0 and 1, for example 0.05")
+    if not 0.0 <= validation_fraction < 1.0:
+        raise ConfigError(
+            f"data.validation_fraction={validation_fraction}: must be at least 0 and less than 1, for example 0.05"
+        )
     if max_bytes < 0:
         raise ConfigError(f"data.max_bytes={max_bytes}: must be 0 (no limit) or a number of bytes, for example 1000000")
     cache = _cache_folder(cache_dir)
@@ -70,7 +72,7 @@ def prepare_text(
             if not folder.exists():
                 if alone:
                     _remove_leftovers(cache, key)
-                _build(folder, *choose_documents(files, max_bytes), validation_fraction)
+                _build(folder, files, validation_fraction, max_bytes)
     return _open(folder)
 
 
@@ -107,7 +109,8 @@ def _exclusive(path: Path) -> Iterator[bool]:
             yield True  # closing the file frees the lock
 
 
-def _build(folder: Path, documents: Sequence[Document], skipped: int, validation_fraction: float) -> None:
+def _build(folder: Path, files: Sequence[TextFile], validation_fraction: float, max_bytes: int) -> None:
+    documents, skipped = choose_documents(files, max_bytes, least=2 if validation_fraction > 0 else 1)
     train, validation = split_documents(documents, validation_fraction)
     partial = folder.with_name(f"{_partial_prefix(folder.name)}{os.getpid()}-{secrets.token_hex(4)}.partial")
     partial.mkdir()

@@ -38,7 +38,7 @@ def ordered_rows(start: int, count: int, *, num_rows: int, seed: int) -> RowIndi
 
 
 def _permute(index: RowIndices, size: int, keys: UintArray) -> RowIndices:
-    """Send each index in 0 … size - 1 to its place in the permutation of that range the keys [rounds, 2] choose."""
+    """Send each index in 0 … size - 1 through the permutation that the keys [rounds, 2] choose."""
     for pairing, coin_key in keys:
         partner = (int(pairing % np.uint64(size)) - index) % size
         pair = np.maximum(index, partner).astype(np.uint64)  # both of a pair see the same coin

@@ -188,11 +188,11 @@ def _text_file(path: Path, name: str, *, given: bool) -> TextFile | None:
 # --- documents ---
 
 
-def choose_documents(files: Sequence[TextFile], max_bytes: int = 0) -> tuple[list[Document], int]:
+def choose_documents(files: Sequence[TextFile], max_bytes: int = 0, *, least: int = 2) -> tuple[list[Document], int]:
     """The documents of some files, in their final order, and how many of the files were passed over as no text.
 
     At most `max_bytes` (0: no limit): documents are taken in a hashed order, and one that no longer fits is passed
-    over. Raises `ConfigError` when fewer than two documents can be had, or a file given by its path is not text.
+    over. Raises `ConfigError` when fewer than `least` documents can be had, or a file given by its path is not text.
     """
     whole, skipped = _whole_files(files, max_bytes) if len(files) > 1 else ([], 0)
     if len(whole) > 1:
@@ -204,21 +204,24 @@ def choose_documents(files: Sequence[TextFile], max_bytes: int = 0) -> tuple[lis
     if data is None:
         raise _nothing_taken(files, 1, max_bytes)
     sections = _take(_sections(only, data), max_bytes)
-    if len(sections) < 2:
+    if len(sections) < least:
         limit, remedy = (f" within data.max_bytes={max_bytes}", " or a larger max_bytes") if max_bytes else ("", "")
         raise ConfigError(
-            f"{only.path}: the only text file, and its line breaks do not cut it in two documents{limit}, one to train "
-            f"on and one to validate on; give two files or more in data.text_paths{remedy}"
+            f"{only.path}: the only text file{limit}, and its line breaks do not cut it in {least} documents, as "
+            f"training and validation need; give two files or more in data.text_paths{remedy}"
         )
     return sections, skipped
 
 
 def split_documents(documents: Sequence[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Documents -> (train, validation), each in the given order and never empty.
+    """Documents -> (train, validation), each in the given order.
 
-    A document is for validation if the hash of its name, as a number in [0, 1), is below the fraction. If that
-    leaves one side empty, the document with the nearest hash goes there. Raises `ValueError` for fewer than two.
+    A document is for validation if the hash of its name, as a number in [0, 1), is below the fraction. Where that
+    leaves a side empty, the document with the nearest hash goes there; only with a fraction of 0 is there no
+    validation. Raises `ValueError` for fewer than two documents with any other fraction.
     """
+    if validation_fraction == 0:
+        return list(documents), []
     if len(documents) < 2:
         raise ValueError(f"{len(documents)} documents cannot be split in two")
     hashes = [_hash(document.name, b"split") for document in documents]

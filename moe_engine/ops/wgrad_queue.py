@@ -3,6 +3,10 @@
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) fill pipeline bubbles with weight gradients, which nothing
 downstream waits for. Forward cannot know how its backward will be run, so an op asks its queue when its backward
 runs: if the queue is deferring, the op leaves a closure there in place of the weight gradient.
+
+Autograd visits a leaf even when an op returns None for it, and then fires the leaf's post-accumulate hooks with
+nothing accumulated; a gradient reduction started there would miss the deferred part. So a queued parameter's hooks
+are put aside until its weight gradient is run.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +36,7 @@ class WgradQueue:
     def __init__(self) -> None:
         self._batches: dict[Hashable, deque[_Entry]] = {}
         self._open: deque[_Entry] | None = None
+        self._muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # a parameter's registry of hooks, and the hooks
 
     @property
     def deferring(self) -> bool:
@@ -45,6 +51,8 @@ class WgradQueue:
     def defer(self, key: Hashable, deferring: bool = True) -> Iterator[None]:
         """Around a backward: queue its weight gradients as the batch `key`. With deferring=False, does nothing.
 
+        Post-accumulate hooks of the queued parameters stay silent until `run`.
+
         Raises ValueError inside another `defer`, or when the batch `key` is still queued.
         """
         if not deferring:
@@ -58,12 +66,19 @@ class WgradQueue:
             yield
         finally:
             self._open = None
+            for registry, hooks in self._muted:
+                registry.update(hooks)
+            self._muted.clear()
 
     def push(self, parameter: Tensor, make: Callable[[], Tensor]) -> None:
         """Queue `make`, which will give a gradient of the leaf `parameter`."""
         if self._open is None:
             raise ValueError("push: the queue is not deferring")
         self._open.append(_Entry(parameter, make))
+        registry = parameter._post_accumulate_grad_hooks
+        if registry:
+            self._muted.append((registry, dict(registry)))
+            registry.clear()
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:

@@ -16,7 +16,7 @@ from moe_engine.ops.wgrad_queue import WgradQueue
 
 
 def calc_diff(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     return float(1 - 2 * (a * b).sum() / (a.square().sum() + b.square().sum()))
 
 
@@ -53,7 +53,9 @@ def test_output_and_all_gradients_equal_the_dense_loop_in_fp64(changes: dict[str
     torch.testing.assert_close(aux, expected_aux, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(x.grad.view(-1, 24), x_dense.grad, rtol=1e-11, atol=1e-12)
     for name, grad in global_tensors(layer, gradients=True).items():
-        torch.testing.assert_close(grad, parameters[name].grad, rtol=1e-11, atol=1e-12, msg=name)
+        expected_grad = parameters[name].grad
+        expected_grad = torch.zeros_like(grad) if expected_grad is None else expected_grad  # an expert without tokens
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-11, atol=1e-12, msg=name)
     assert layer.router.num_tokens_per_expert.tolist() == counts.tolist()
 
 

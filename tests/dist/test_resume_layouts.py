@@ -1,0 +1,47 @@
+"""A checkpoint saved in one layout goes on in any other: the next steps are those of one uninterrupted process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from layouts import Case, differences, one_process, run
+
+BEFORE, AFTER = 2, 3
+LAYOUTS = [
+    Case(),
+    Case(dp=2, ep=2),
+    Case(pp=2, dp=2, ep=1),
+    Case(pp=2, dp=4, ep=4),
+    Case(pp=4, dp=2, ep=2),
+]
+
+
+def goes_on(saver: Case, loader: Case, folder: Path) -> dict[str, float]:
+    """Save after BEFORE steps at `saver`, go on for AFTER steps at `loader`; differences from one process."""
+    whole = run(one_process(saver))
+    run(replace(saver, steps=BEFORE), save_to=folder)
+    return differences(whole, run(replace(loader, steps=AFTER), load_from=folder), first=BEFORE)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(LAYOUTS[2], LAYOUTS[1]), (LAYOUTS[1], LAYOUTS[4]), (LAYOUTS[3], LAYOUTS[0])], ids=str
+)
+def test_checkpoint_goes_on_in_another_layout(saver: Case, loader: Case, tmp_path: Path) -> None:
+    saver, loader = replace(saver, tied=True), replace(loader, tied=True)
+    assert max(goes_on(saver, loader, tmp_path).values()) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", LAYOUTS, ids=str)
+@pytest.mark.parametrize("saver", LAYOUTS, ids=str)
+def test_every_checkpoint_goes_on_in_every_layout(saver: Case, loader: Case, tmp_path: Path) -> None:
+    assert max(goes_on(saver, loader, tmp_path).values()) < 1e-10
+
+
+def test_going_on_in_the_same_layout_changes_no_bit(tmp_path: Path) -> None:
+    case = Case(pp=2, dp=2, ep=2, precision="bf16")
+    whole = run(case)
+    run(replace(case, steps=BEFORE), save_to=tmp_path)
+    assert not any(differences(whole, run(replace(case, steps=AFTER), load_from=tmp_path), first=BEFORE).values())
