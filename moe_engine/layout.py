@@ -121,7 +121,11 @@ def split_stages(model: ModelConfig, num_stages: int) -> list[StageSpec]:
     MTP blocks stay with the head on the last stage and count as blocks there; where the division leaves a
     remainder, earlier stages take it, since the last one also computes the head.
     """
-    last = max((model.num_layers + model.mtp_depth) // num_stages - model.mtp_depth, 0) if num_stages > 1 else model.num_layers
+    last = (
+        max((model.num_layers + model.mtp_depth) // num_stages - model.mtp_depth, 0)
+        if num_stages > 1
+        else model.num_layers
+    )
     earlier, rest = num_stages - 1, model.num_layers - last
     sizes = [rest // earlier + (i < rest % earlier) for i in range(earlier)] + [last]
     stages, start = [], 0

@@ -78,7 +78,7 @@ class Record:
 
 
 def config_of(case: Case) -> Config:
-    """A model with every part in small: 1 dense and 3 MoE layers, node-limited routing, MTP, 4 pipeline stages at most."""
+    """A model with every part in small: 1 dense and 3 MoE layers, node-limited routing, MTP; for 4 stages at most."""
     model = ModelConfig(
         vocab_size=61, dim=32, num_layers=4, num_dense_layers=1, dense_hidden=48,
         num_heads=2, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
@@ -175,7 +175,8 @@ def rank_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
 def _step(trainer: Trainer, case: Case, step: int) -> dict[str, Any]:
     gradients = trainer.accumulate(rank_batches(trainer, case, step))
     raw = {
-        (name, start): (shape, part.clone()) for name, start, _, shape, part in trainer.optimizer.named_gradient_shards()
+        (name, start): (shape, part.clone())
+        for name, start, _, shape, part in trainer.optimizer.named_gradient_shards()
     }
     result = trainer.update(gradients)
     found: dict[str, Any] = {

@@ -165,7 +165,9 @@ def _cause(exitcode: int) -> str:
 
 def _log_tail(folder: Path, rank: int) -> str:
     """The last lines of a rank's stderr (rank 0's went to the terminal)."""
-    lines = [line for log in folder.rglob(f"{rank}/stderr.log") for line in log.read_text(errors="replace").splitlines()]
+    lines = [
+        line for log in folder.rglob(f"{rank}/stderr.log") for line in log.read_text(errors="replace").splitlines()
+    ]
     return "\n".join(lines[-LOG_LINES:])
 
 

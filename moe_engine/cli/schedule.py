@@ -38,7 +38,7 @@ groups of ready choices:
 options:
   pipeline.schedule=NAME    {", ".join(schedules.names())}
   parallel.pp=4             pipeline ranks
-  pipeline.micro_batches=8  micro-batches of a step
+  pipeline.micro_batches=8  micro-batches of a step (all forwards and backwards between two updates)
   cost.f=1 cost.b=2         time of a forward, and of a full backward (weight gradient included)
   cost.w=1                  the part of the backward that makes weight gradients
   cost.fb=3                 time of an overlapped forward and backward
@@ -52,28 +52,53 @@ examples:
 
 def run(words: list[str]) -> int:
     config = load("schedule", words, ScheduleConfig)
-    _check(config)
-    name, pp, micro_batches = config.pipeline.schedule, config.parallel.pp, config.pipeline.micro_batches or 1
+    _check_options(config)
+    name, pp, micro_batches = config.pipeline.schedule, config.parallel.pp, _micro_batches(config)
     lists = schedules.schedule(name, pp, micro_batches)
     num_stages = schedules.num_stages(name, pp)
     report = check(lists, num_stages, micro_batches)
     simulation = simulate(lists, num_stages, config.cost)
-    print(_numbers(name, config, report, simulation))
+    title = f"{name}: {pp} ranks, {num_stages} stages, {micro_batches} micro-batches"
+    print(title)
+    print(draw.timetable(simulation))
+    print(_numbers(simulation, report, formula_bubble(name, pp, config.cost)))
+    if config.out:
+        Path(config.out).write_text(draw.svg(simulation, title))
+        print(f"drawn into {config.out}")
     return 0
 
 
-def _check(config: ScheduleConfig) -> None:
+def _micro_batches(config: ScheduleConfig) -> int:
+    given = config.pipeline.micro_batches
+    return 2 * config.parallel.pp if given is None else given
+
+
+def _check_options(config: ScheduleConfig) -> None:
+    """Raises ConfigError, with a line for each option that cannot be as it is."""
     problems = []
-    if config.parallel.pp < 1:
-        problems.append(f"parallel.pp={config.parallel.pp}: must be 1 or more, for example parallel.pp=4")
-    if (config.pipeline.micro_batches or 1) < 1:
-        problems.append(
-            f"pipeline.micro_batches={config.pipeline.micro_batches}: must be 1 or more, "
-            "for example pipeline.micro_batches=8"
-        )
-    if config.out and not config.out.endswith(".svg"):
-        problems.append(f"out={config.out}: the picture is SVG; use out={Path(config.out).with_suffix('.svg')}")
-    if config.out and not Path(config.out).absolute().parent.is_dir():
-        problems.append(f"out={config.out}: no such folder; make {Path(config.out).parent}, or use out=schedule.svg")
+    try:
+        schedules.schedule(config.pipeline.schedule, config.parallel.pp, _micro_batches(config))
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if config.cost.f + config.cost.b == 0:
+        problems.append("cost.f=0 cost.b=0: something must take time; use cost.f=1 cost.b=2")
+    out = Path(config.out)
+    if config.out and out.suffix != ".svg":
+        problems.append(f"out={config.out}: the picture is an SVG file; use out={out.with_suffix('.svg')}")
+    if config.out and not out.absolute().parent.is_dir():
+        problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _numbers(simulation: Simulation, report: Report, formula_idle: float | None) -> str:
+    """Length of the step and a line for each rank."""
+    lines = [
+        f"makespan {simulation.makespan:g}"
+        + ("" if formula_idle is None else f" (idle time of a rank by the published formula: {formula_idle:g})"),
+        "rank      idle    bubble  peak activations  peak weight gradients",
+    ]
+    rows = zip(simulation.idle, simulation.bubble, report.peak_activations, report.peak_weight_gradients, strict=True)
+    for rank, (idle, bubble, activations, weight_gradients) in enumerate(rows):
+        lines.append(f"{rank:>4}  {idle:>8.4g}  {bubble:>8.2%}  {activations:>16}  {weight_gradients:>21}")
+    return "\n".join(lines)

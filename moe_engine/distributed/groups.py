@@ -67,12 +67,13 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
     """Make every communicator of `rank`. All ranks of the world must call this at the same point."""
     if layout.world > 1 and dist.get_world_size() != layout.world:
         raise ValueError(f"world={dist.get_world_size()}: the layout {layout} needs {layout.world} ranks")
-    stages = range(layout.pp)
-    holder_sets = placement.holder_sets
     make = _Maker(rank, log)
-    dense = {h: make(f"dense{list(h)}", [layout.dense_ranks(r, h) for r in layout.stage_ranks(h[0])]) for h in holder_sets}
-    expert = {h: make(f"expert{list(h)}", [layout.expert_ranks(r, h) for r in layout.stage_ranks(h[0])]) for h in holder_sets}
-    everybody = [rank_of for pp in stages for rank_of in layout.stage_ranks(pp)]
+    dense, expert = {}, {}
+    for holders in placement.holder_sets:
+        first = layout.stage_ranks(holders[0])
+        dense[holders] = make(f"dense{list(holders)}", [layout.dense_ranks(r, holders) for r in first])
+        expert[holders] = make(f"expert{list(holders)}", [layout.expert_ranks(r, holders) for r in first])
+    everybody = range(layout.world)
     ep = [layout.ep_ranks(r) for r in everybody]
     data = [layout.dense_ranks(r, (layout.coordinate(r).pp,)) for r in everybody]
     return Groups(

@@ -37,18 +37,14 @@ class Batch:
         """Rows start … stop-1 as a batch of their own."""
         rows = slice(start, stop)
         mask = None if self.token_mask is None else self.token_mask[rows]
-        return Batch(
-            self.tokens[:, rows], self.labels[:, rows], self.positions[rows], self.document_ids[rows], mask
-        )
+        return Batch(self.tokens[:, rows], self.labels[:, rows], self.positions[rows], self.document_ids[rows], mask)
 
     def to(self, device: torch.device) -> Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
         mask = None if self.token_mask is None else move(self.token_mask)
-        return Batch(
-            move(self.tokens), move(self.labels), move(self.positions), move(self.document_ids), mask
-        )
+        return Batch(move(self.tokens), move(self.labels), move(self.positions), move(self.document_ids), mask)
 
     def cu_seqlens(self) -> Tensor:
         """Cumulative document lengths over the flattened B*S tokens, int32 [documents + 1]."""

@@ -71,7 +71,9 @@ class Block(nn.Module):
             config = moe_layer_config(model, moe)
             self.moe = MoELayer(config, ep=ep, ep_counts=ep_counts, dtype=dtype, device=device)
 
-    def attn_phase(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = "") -> AttnOut:
+    def attn_phase(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
+    ) -> AttnOut:
         x = x + self.attention(self.attention_norm(x), context, queue)
         normed = self.mlp_norm(x)
         packed = None

@@ -127,7 +127,9 @@ class Stage(nn.Module):
             x=x,
             loss=sum(terms[1:], terms[0]) if terms else None,
             loss_sums=loss_sums,
-            aux=torch.stack([value.detach().double() for value in aux]).sum() if aux else x.new_zeros((), dtype=torch.float64),
+            aux=torch.stack([value.detach().double() for value in aux]).sum()
+            if aux
+            else x.new_zeros((), dtype=torch.float64),
         )
 
     def trunk(
@@ -158,6 +160,7 @@ class Stage(nn.Module):
         losses = [cross_entropy(self.norm(x), self._head_weight(), batch.labels[0].reshape(-1))]
         aux_sums = []
         for k, module in zip(range(1, batch.tokens.shape[0]), self.mtp.values(), strict=False):
+            assert isinstance(module, MTPModule)
             x, aux = module(x, self._embed(batch.tokens[k]), context, queue, f"mtp.{k - 1} {label}")
             losses.append(cross_entropy(module.norm(x), self._head_weight(), batch.labels[k].reshape(-1)))
             aux_sums += [] if aux is None else [aux]

@@ -89,7 +89,9 @@ class Executor:
         for pending in step.sends:
             pending.wait()
         if step.live or len(self.queue):
-            raise ValueError(f"the schedule ended with {list(step.live)} live and {len(self.queue)} weight gradients queued")
+            raise ValueError(
+                f"the schedule ended with {list(step.live)} live and {len(self.queue)} weight gradients queued"
+            )
         return step.sums
 
     def forward_only(self, batches: Sequence[Batch], rule: LossRule) -> StepSums:

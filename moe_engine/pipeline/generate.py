@@ -52,4 +52,6 @@ def _row(tokens: list[int]) -> Batch:
     row = torch.zeros(1, 1, length, dtype=torch.int64)
     row[0, 0, : len(tokens)] = torch.tensor(tokens)
     place = torch.arange(length)[None]
-    return Batch(row, torch.full_like(row, IGNORE), place, torch.zeros_like(place, dtype=torch.int32), place < len(tokens))
+    return Batch(
+        row, torch.full_like(row, IGNORE), place, torch.zeros_like(place, dtype=torch.int32), place < len(tokens)
+    )

@@ -49,9 +49,9 @@ class Channel(NamedTuple):
 class Report:
     """What a legal schedule holds in memory, per rank.
 
-    `peak_activations` counts stage inputs kept from F to B or I (both halves of a pair at once: its forward adds before
-    its backward frees). `peak_weight_gradients` counts weight gradients left in the queue by I until their W. `peak_held`
-    is the largest sum of the two: with a split backward, memory is free only after W.
+    peak_activations: micro-batches and stages held between their F and their B or I; in a pair the forward adds before
+    the backward frees, so both count. peak_weight_gradients: those in the queue between their I and their W.
+    peak_held: the largest sum of the two; with a split backward, memory is free only after W.
     """
 
     peak_activations: list[int]
@@ -214,7 +214,7 @@ def _check_channels(lists: Lists, made_at: dict[Item, Slot], num_stages: int) ->
 
 
 def count_memory(lists: Lists) -> Report:
-    """The report of lists that may not be proven yet: walk each list with two counters: activations held for a backward, weight gradients queued for a W."""
+    """The report alone, nothing proven: walk each list with two counters, of activations and of queued gradients."""
     report = Report([], [], [])
     for actions in lists:
         live = queued = peak_live = peak_queued = peak_held = 0

@@ -62,9 +62,8 @@ def svg(simulation: Simulation, title: str, width: int = 1200) -> str:
     for rank, actions in enumerate(simulation.timeline):
         top = _ROW * (rank + 1)
         parts.append(f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{simulation.makespan * scale:.2f}" height="{_ROW - 2}" fill="#eeeeee"/>'
-        )
+        length = simulation.makespan * scale
+        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{length:.2f}" height="{_ROW - 2}" fill="#eeeeee"/>')
         first_stage = min((half.stage for timed in actions for half in timed.action.halves()), default=0)
         for timed in actions:
             parts += _boxes(timed, first_stage, top, scale)

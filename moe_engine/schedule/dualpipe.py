@@ -87,7 +87,8 @@ def _too_few(name: str, rule: str, least: int, micro_batches: int) -> list[str]:
 def _dualpipe_phases(position: int, half: int, micro_batches: int) -> Phases:
     """`position` counts ranks from the nearer end; `half` is half the number of stages; micro-batches of one side.
 
-    The rank in the middle has nothing yet to overlap its very first pair with, so it runs F0 and B1 one after the other.
+    A rank in the middle runs its very first F0 and B1 one after the other: the backward it would be paired with starts
+    from the forward just before it.
     """
     outer, inner = half - position - 1, position + 1
     pairs = micro_batches - 2 * half + position + 1

@@ -24,7 +24,6 @@ from moe_engine.schedule import dualpipe
 from moe_engine.schedule.action import Action, Kind
 
 
-
 def names() -> list[str]:
     """Every schedule there is."""
     return list(_definitions(virtual_stages=1))

@@ -22,8 +22,8 @@ from moe_engine.schedule.check import Lists, count_memory, execution_order, prod
 class Cost:
     """Seconds (or any one unit) that each kind of action takes on one stage.
 
-    `b` is the full backward, weight gradient included, so an I takes b - w. `fb` is the overlapped pair. `communication`
-    is the delay of one message between two ranks.
+    b: the full backward, weight gradient included, so that an I takes b - w. fb: the overlapped pair.
+    communication: the delay of one message between two ranks.
     """
 
     f: float
