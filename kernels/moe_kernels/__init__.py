@@ -10,6 +10,7 @@ from moe_kernels.reference import (
     gemm,
     grouped_gemm,
     grouped_wgrad,
+    matmul_dtype,
     permute,
     swiglu,
     swiglu_backward,
@@ -17,4 +18,14 @@ from moe_kernels.reference import (
     wgrad,
 )
 
-__all__ = ["gemm", "grouped_gemm", "grouped_wgrad", "permute", "swiglu", "swiglu_backward", "unpermute", "wgrad"]
+__all__ = [
+    "gemm",
+    "grouped_gemm",
+    "grouped_wgrad",
+    "matmul_dtype",
+    "permute",
+    "swiglu",
+    "swiglu_backward",
+    "unpermute",
+    "wgrad",
+]

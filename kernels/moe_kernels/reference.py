@@ -30,38 +30,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _products_are_slow(x: Tensor) -> bool:
-    """Whether this CPU has no instructions for products in x's dtype: bf16 then runs at 1 to 20 GFLOP/s a core."""
-    return (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and x.device.type == "cpu"
-        and "AVX512" not in torch.backends.cpu.get_cpu_capability()
-    )
+def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which matrix products of `dtype` tensors are computed on `device`.
 
-
-def _mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b with sums in fp32, rounded once. Where 16-bit products are slow the operands are widened first."""
-    if not _products_are_slow(a):
-        return torch.mm(a, b, out=out)
-    product = torch.mm(a.float(), b.float())
-    return product.to(a.dtype) if out is None else out.copy_(product)
-
-
-def wgrad(d_out: Tensor, a: Tensor) -> Tensor:
-    """Weight gradient of a linear layer: d_out [R, out], a [R, in] -> d_out^T @ a [out, in].
-
-    In fp32 where that costs no more than the inputs' own dtype (GPUs, and CPUs without 16-bit products).
+    A CPU without instructions for 16-bit products multiplies them tens of times slower than fp32 (bf16 then runs at
+    1 to 20 GFLOP/s a core): there they are widened, multiplied in fp32 and rounded once.
     """
-    if d_out.device.type == "cuda" and d_out.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(d_out.T, a, out_dtype=torch.float32)
-    if _products_are_slow(d_out):
-        return torch.mm(d_out.float().T, a.float())
-    return torch.mm(d_out.T, a)
+    sixteen = dtype in (torch.bfloat16, torch.float16)
+    if sixteen and device.type == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return torch.float32
+    return dtype
 
 
 def _fill_dims(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a [..., in] and b [..., in, out], filled up with zeros where a dimension needs it."""
-    if a.dtype not in (torch.float32, torch.float64):
+    if matmul_dtype(a.dtype, a.device) not in (torch.float32, torch.float64):
         return a, b
     fill_in, fill_out = -b.shape[-2] % DIM_MULTIPLE, -b.shape[-1] % DIM_MULTIPLE
     if fill_in:
@@ -73,11 +56,12 @@ def _fill_dims(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product a @ b with batch-invariant rows: a [R, in], b [in, out] (any strides) -> [R, out]."""
-    rows, columns = a.shape[0], b.shape[1]
+    rows, columns, dtype = a.shape[0], b.shape[1], a.dtype
+    compute = matmul_dtype(dtype, a.device)
     a, b = _fill_dims(a, b)
     if rows and _padded(rows) != rows:
         a = F.pad(a, (0, 0, 0, _padded(rows) - rows))
-    out = a @ b
+    out = (a.to(compute) @ b.to(compute)).to(dtype)
     return out if out.shape == (rows, columns) else out[:rows, :columns].contiguous()
 
 
@@ -87,29 +71,51 @@ def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
     a [N, in]: rows sorted by group; b [e, in, out]; counts: rows of each group, summing to at most N.
     Returns [N, out]; rows after the last group are zero.
     """
-    total, columns = a.shape[0], b.shape[2]
+    total, columns, dtype = a.shape[0], b.shape[2], a.dtype
     a, b = _fill_dims(a, b)
+    a = a.to(matmul_dtype(dtype, a.device))
     out = a.new_empty(total, b.shape[2])
     start = 0
     for matrix, count in zip(b, counts, strict=True):
         stop, padded_stop = start + count, start + _padded(count)
         if count and padded_stop <= total:
             # Fill the block up with the rows that follow: what this writes there, later groups overwrite.
-            torch.mm(a[start:padded_stop], matrix, out=out[start:padded_stop])
+            torch.mm(a[start:padded_stop], matrix.to(a.dtype), out=out[start:padded_stop])
         elif count:
-            out[start:stop] = gemm(a[start:stop], matrix)
+            out[start:stop] = gemm(a[start:stop], matrix.to(a.dtype))
         start = stop
     out[start:] = 0
-    return out if out.shape[1] == columns else out[:, :columns].contiguous()
+    return out.to(dtype) if out.shape[1] == columns else out[:, :columns].to(dtype).contiguous()
+
+
+def wgrad(d_out: Tensor, a: Tensor) -> Tensor:
+    """Weight gradient of a linear layer: d_out [R, out], a [R, in] -> d_out^T @ a [out, in].
+
+    In fp32 where that costs no more than the inputs' own dtype (GPUs, and CPUs without 16-bit products).
+    """
+    compute = matmul_dtype(a.dtype, a.device)
+    if a.device.type == "cuda" and compute in (torch.bfloat16, torch.float16):
+        return torch.mm(d_out.T, a, out_dtype=torch.float32)
+    return d_out.T.to(compute) @ a.to(compute)
 
 
 def grouped_wgrad(d_out: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
-    """`wgrad` of each group: d_out [N, out], a [N, in] -> [e, out, in]; counts sum to N.
+    """Weight gradient of each group: d_out [N, out], a [N, in] -> d_out_g^T @ a_g, [e, out, in].
 
-    A group without rows has gradient zero (a product over no rows).
+    A group without rows has gradient zero. In fp32 where 16-bit products are computed in it (`matmul_dtype`).
     """
-    parts = [wgrad(d, rows) for d, rows in zip(d_out.split(counts), a.split(counts), strict=True)]
-    return torch.stack(parts)
+    compute = matmul_dtype(a.dtype, a.device)
+    d_out, a = d_out.to(compute), a.to(compute)
+    grad = a.new_empty(len(counts), d_out.shape[1], a.shape[1])
+    start = 0
+    for group, count in enumerate(counts):
+        stop = start + count
+        if count:
+            torch.mm(d_out[start:stop].T, a[start:stop], out=grad[group])
+        else:
+            grad[group] = 0
+        start = stop
+    return grad
 
 
 def permute(x: Tensor, source: Tensor) -> Tensor:

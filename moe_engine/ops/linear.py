@@ -89,7 +89,7 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (d_out,), (x, weight) = grads, ctx.saved_tensors
         d_x = gemm(d_out, weight.to(d_out.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = d_out.T @ x.to(d_out.dtype) if ctx.needs_input_grad[1] else None
+        d_weight = wgrad(d_out, x.to(d_out.dtype)) if ctx.needs_input_grad[1] else None
         return d_x, d_weight
 
 

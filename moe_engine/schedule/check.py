@@ -31,7 +31,7 @@ class Slot(NamedTuple):
     """A place in the lists."""
 
     rank: int
-    index: int
+    position: int
 
 
 class Channel(NamedTuple):
@@ -149,7 +149,7 @@ def _waits(
     for rank, actions in enumerate(lists):
         if next_index[rank] < len(actions):
             slot = Slot(rank, next_index[rank])
-            item = next(item for item in inputs(actions[slot.index], num_stages) if made_at[item] not in done)
+            item = next(item for item in inputs(actions[slot.position], num_stages) if made_at[item] not in done)
             sentences.append(f"{_where(lists, slot)} waits for the {item}, made by {_where(lists, made_at[item])}")
     return sentences
 
@@ -179,7 +179,7 @@ def _check_local_order(lists: Lists, made_at: dict[Item, Slot], num_stages: int)
         for index, action in enumerate(actions):
             for item in inputs(action, num_stages):
                 slot = made_at[item]
-                if slot.rank == rank and slot.index >= index:
+                if slot.rank == rank and slot.position >= index:
                     raise ScheduleError(
                         f"{_where(lists, Slot(rank, index))} needs the {item}, "
                         f"which is not made before {_where(lists, slot)}"
@@ -244,4 +244,4 @@ def _maker(made_at: dict[Item, Slot], item: Item) -> Slot:
 
 def _where(lists: Lists, slot: Slot) -> str:
     """`F3@1 (rank 1, action 4)`."""
-    return f"{lists[slot.rank][slot.index].text(with_stage=True)} (rank {slot.rank}, action {slot.index})"
+    return f"{lists[slot.rank][slot.position].text(with_stage=True)} (rank {slot.rank}, action {slot.position})"

@@ -87,8 +87,8 @@ def _too_few(name: str, rule: str, least: int, micro_batches: int) -> list[str]:
 def _dualpipe_phases(position: int, half: int, micro_batches: int) -> Phases:
     """`position` counts ranks from the nearer end; `half` is half the number of stages; micro-batches of one side.
 
-    A rank in the middle runs its very first F0 and B1 one after the other: the backward it would be paired with starts
-    from the forward just before it.
+    A rank in the middle runs its very first F0 and B1 one after the other: the activation leaves before the gradient
+    for B1 is there, which shortens the step where messages take time.
     """
     outer, inner = half - position - 1, position + 1
     pairs = micro_batches - 2 * half + position + 1

@@ -88,7 +88,7 @@ def simulate(lists: Lists, num_stages: int, cost: Cost) -> Simulation:
         for item in inputs(action, num_stages):
             source = made_at[item]
             delay = 0.0 if source.rank == rank else cost.communication
-            start = max(start, timeline[source.rank][source.index].end + delay)
+            start = max(start, timeline[source.rank][source.position].end + delay)
         timeline[rank].append(Timed(action, start, start + cost.of(action.kind)))
     return Simulation(timeline, count_memory(lists).peak_activations)
 

@@ -89,7 +89,7 @@ def test_simulated_times_keep_every_dependency(
             for item in inputs(timed.action, stages):
                 source = made_at[item]
                 delay = communication if source.rank != rank else 0
-                assert timed.start >= simulation.timeline[source.rank][source.index].end + delay
+                assert timed.start >= simulation.timeline[source.rank][source.position].end + delay
     assert min(simulation.idle) >= 0
 
 

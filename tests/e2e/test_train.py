@@ -1,0 +1,148 @@
+"""The main command as a person runs it: the quickstart in short, a kill and a resume, golden losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine.metrics import TIME_FIELDS
+
+TESTS = Path(__file__).parents[1]
+CORPUS = TESTS / "corpus"
+GOLDEN = TESTS / "golden" / "losses.json"
+SMALL = [
+    "model=mini_v3", "model.dim=64", "model.dense_hidden=96", "model.expert_hidden=32", "model.num_layers=2",
+    "train.seq_len=64", "train.global_batch=8", "train.micro_batch=2", "train.eval_sequences=8",
+    "train.sample_tokens=8", "optim.warmup_steps=2", "data.validation_fraction=0.3",
+]  # fmt: skip
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    places = [f"run.dir={folder}/runs", f"data.cache_dir={folder}/cache", f"data.text_paths=[{CORPUS}]"]
+    return [sys.executable, "-m", "moe_engine", "train", *words, *places]
+
+
+def moe_engine(folder: Path, *words: str) -> str:
+    done = subprocess.run(command(folder, *words), capture_output=True, text=True, timeout=240, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIME_FIELDS} for line in lines]
+
+
+def check_run_folder(run: Path, steps: int) -> None:
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert all(0 < line["loss"] < 7 and line["mtp_loss"] > 0 and line["aux_loss"] > 0 for line in lines)
+    assert all(line["grad_norm"] > 0 and not line["skipped"] and line["mfu"] > 0 for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["tokens_seen"] == sum(line["tokens"] for line in lines)
+    assert (run / "config.yaml").read_text().startswith("model:")
+    assert json.loads((run / "environment.json").read_text())["torch"] == torch.__version__
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tb").glob("events.*"))
+    assert (run / "checkpoints" / f"step_{steps}" / "index.json").exists()
+
+
+def test_quickstart_in_short_starts_its_own_four_ranks(tmp_path: Path) -> None:
+    words = ["train.steps=3", "train.eval_sequences=8", "train.sample_tokens=8", "data.validation_fraction=0.3"]
+    out = moe_engine(tmp_path, "experiment=quickstart", *words)
+    check_run_folder(tmp_path / "runs" / "quickstart", 3)
+    assert "4 ranks: pp 2 x dp 2, ep 2" in out
+    assert "step 3/3" in out and "nats per byte" in out and "bigram" in out and "sample:" in out
+    assert out.count("validation loss") == 1, "one rank reports, the others are quiet"
+    summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
+    assert 0 < summary["validation_loss"] < 7 and 0 < summary["bigram_loss"] < 7
+
+
+@pytest.mark.slow
+def test_quickstart_under_torchrun(tmp_path: Path) -> None:
+    words = ["experiment=quickstart", "train.steps=2", "train.sample_tokens=0", "train.eval_sequences=8"]
+    words += ["data.validation_fraction=0.3"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
+    done = subprocess.run(
+        launcher + command(tmp_path, *words)[2:], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_run_folder(tmp_path / "runs" / "quickstart", 2)
+
+
+def kill_after(folder: Path, lines: int, *words: str) -> None:
+    """Start the command and kill it, all ranks, when `lines` steps are in metrics.jsonl."""
+    process = subprocess.Popen(command(folder, *words), cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True)
+    file = folder / "runs" / "default" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not (file.exists() and file.read_text().count("\n") >= lines):
+        assert process.poll() is None and time.monotonic() < end, "the run ended before it could be killed"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param([], id="one rank"),
+        pytest.param(["parallel.pp=2", "parallel.dp=2", "parallel.ep=2"], id="four ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(layout: list[str], tmp_path: Path) -> None:
+    words = [*SMALL, *layout, "train.steps=12", "train.checkpoint_every=3"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    moe_engine(whole, *words)
+    kill_after(killed, 5, *words)
+    moe_engine(killed, *words, "run.resume=true")
+    expected, found = (metrics(folder / "runs" / "default") for folder in (whole, killed))
+    assert without_times(found) == without_times(expected)
+    summaries = [json.loads((f / "runs" / "default" / "summary.json").read_text()) for f in (whole, killed)]
+    assert summaries[0] == summaries[1]
+
+
+def machine_key() -> str:
+    version = ".".join(torch.__version__.split("+")[0].split("."))
+    return f"{torch.backends.cpu.get_cpu_capability()} torch {version}"
+
+
+def test_golden_losses(tmp_path: Path) -> None:
+    """The committed losses of a small fp32 run: the same bits on the same kind of machine, close on any other.
+
+    After a change that is meant to change numbers: `python tests/e2e/test_train.py` writes them anew.
+    """
+    found = golden_run(tmp_path)
+    golden = json.loads(GOLDEN.read_text())
+    if machine_key() in golden:
+        assert found == golden[machine_key()]
+    for values in golden.values():
+        assert found == pytest.approx(values, rel=1e-4)
+
+
+def golden_run(folder: Path) -> list[float]:
+    moe_engine(folder, *SMALL, "precision=fp32", "train.steps=10")
+    return [line["loss"] for line in metrics(folder / "runs" / "default")]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as temporary:
+        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        known[machine_key()] = golden_run(Path(temporary))
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
