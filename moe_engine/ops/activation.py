@@ -41,6 +41,7 @@ def sigmoid(x: Tensor) -> Tensor:
 def log_sigmoid(x: Tensor) -> Tensor:
     """log(sigmoid(x)), finite and with a gradient for any finite x; absolute error about one unit in 1.
 
-    Not by log1p: unlike exp and log, its CPU code gives an element other bits at the end of a tensor.
+    Not by log1p: unlike exp and log, its CPU code gives an element other bits at the end of a tensor. The minimum
+    with 0 is written so that its gradient at 0 is 1/2.
     """
-    return x.clamp(max=0) - torch.log(1 + torch.exp(-x.abs()))
+    return (x - x.abs()) / 2 - torch.log(1 + torch.exp(-x.abs()))
