@@ -26,7 +26,7 @@ from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.layout import Layout, Placement, split_stages
 from moe_engine.model.batch import Batch, ItemCounts, count_items
 from moe_engine.model.names import named_parameters
-from moe_engine.model.transformer import FIXED_POINT, LossRule, Stage
+from moe_engine.model.transformer import LossRule, Stage, mean_losses
 from moe_engine.moe.balance import update_expert_bias
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.random import normal
@@ -126,7 +126,12 @@ class Trainer:
         return self.update(self.accumulate(batches))
 
     def accumulate(self, batches: Sequence[Batch]) -> StepGradients:
-        """Forward and backward of all micro-batches; gradients summed over them and over all ranks."""
+        """Forward and backward of all micro-batches; gradients summed over them and over all ranks.
+
+        Raises ValueError when there are more or fewer micro-batches than the schedule was made for.
+        """
+        if len(batches) != self.micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches: this job has {self.micro_batches} per rank and step")
         items = self.count_items(batches)
         self.optimizer.zero_grad()
         sums = self.executor.run(self.actions, batches, LossRule(items, self.config.train.mtp_loss_weight))
@@ -167,10 +172,8 @@ class Trainer:
         return self._mean_losses(sums, items)[0]
 
     def _mean_losses(self, sums: StepSums, items: ItemCounts) -> list[float]:
-        """Main and MTP losses of the whole batch, nats per valid target; 0 where there are no targets."""
-        totals = self.groups.world.all_reduce_sum(sums.loss_sums, "losses").tolist()
-        targets = [items.tokens, *items.mtp]
-        return [total / FIXED_POINT / max(n, 1) for total, n in zip(totals, targets, strict=True)]
+        """Main and MTP losses of the whole batch, nats per valid target."""
+        return mean_losses(self.groups.world.all_reduce_sum(sums.loss_sums, "losses"), [items.tokens, *items.mtp])
 
     def _take_expert_counts(self) -> dict[str, Tensor]:
         """Chosen counts of each MoE layer over the whole global batch; the layers' own counters start anew."""
@@ -188,7 +191,7 @@ class Trainer:
         return totals
 
     def _load_max_over_mean(self, counts: dict[str, Tensor]) -> float:
-        ratios = [float(c.max() / c.double().mean().clamp_min(1.0)) for c in counts.values()]
+        ratios = [int(c.max()) * len(c) / max(int(c.sum()), 1) for c in counts.values()]
         largest = torch.tensor([max(ratios, default=0.0)], dtype=torch.float64, device=self.device)
         return float(self.groups.world.all_reduce_max(largest, "expert load"))
 

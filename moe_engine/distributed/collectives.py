@@ -93,11 +93,12 @@ class Communicator:
 
     @torch.no_grad()
     def all_reduce_sum(self, x: Tensor, label: str = "") -> Tensor:
-        """Sum over ranks, as a new tensor; floating point in rank order (meant for small tensors)."""
+        """Sum over ranks, as a new tensor (of bools: their "or"); floating point in rank order, for small tensors."""
         if self.size == 1:
             return x.clone()
         self._record("all_reduce_sum", label, x)
-        if x.is_floating_point():
+        # Gloo adds bools as bytes, and a True of value 2 is not equal to True.
+        if x.is_floating_point() or x.dtype == torch.bool:
             return ordered_sum(self._gather(x.reshape(-1)).view(self.size, *x.shape))
         total = x.clone()
         dist.all_reduce(total, group=self.group)

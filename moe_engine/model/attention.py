@@ -20,6 +20,9 @@ from moe_engine.ops.wgrad_queue import WgradQueue
 
 # Up to this length a plain softmax(QK^T)V beats torch's CPU flash path, forward and backward.
 PLAIN_ATTENTION_LENGTH = 512
+# What torch's CPU matrix products need to treat every sequence alike (as `moe_kernels.gemm` does for rows).
+MIN_LENGTH = 16
+HEAD_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,24 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scal
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
     """In fp32 (fp64): many CPUs have no 16-bit products, and scores deserve the precision."""
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    S, value = v.shape[-2:]
     if allowed is None:
-        allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        allowed = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
+    q, k, v, allowed = _filled_up(q.to(wide), k.to(wide), v.to(wide), allowed)
     scores = (q * scale) @ k.transpose(-1, -2)
-    return (scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v).to(dtype)
+    y = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v
+    return y[..., :S, :value].to(dtype)
+
+
+def _filled_up(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Zeros after short rows and odd head sizes, whose products on a CPU would depend on how many rows are beside them.
+
+    The keys that this adds are seen only by the queries that it adds.
+    """
+    rows = max(MIN_LENGTH - q.shape[-2], 0)
+    d, e = -q.shape[-1] % HEAD_MULTIPLE, -v.shape[-1] % HEAD_MULTIPLE
+    if d or e or rows:
+        q, k, v = F.pad(q, (0, d, 0, rows)), F.pad(k, (0, d, 0, rows)), F.pad(v, (0, e, 0, rows))
+    if rows:
+        allowed = F.pad(F.pad(allowed, (0, rows)), (0, 0, 0, rows), value=True)
+    return q, k, v, allowed

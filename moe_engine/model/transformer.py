@@ -8,6 +8,8 @@ global batch, so that gradients are summed, never averaged, over micro-batches a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +56,7 @@ class StageOutput:
 
     x: the residual stream [T, D] for the next stage (the final hidden state on the last one);
     loss: scalar to differentiate, this stage's part of the total (None when it has none);
-    loss_sums: int64 [1+D], main and MTP losses summed over valid targets in units of 1/FIXED_POINT nat;
+    loss_sums: int64 [2, 1+D], see `fixed_point_sum`: of the main and the MTP losses over valid targets;
     aux: fp64 scalar, this stage's part of the balance loss, divided by the global number of sequences.
     """
 
@@ -120,9 +122,9 @@ class Stage(nn.Module):
             aux_sums = aux_sums + mtp_aux_sums
         aux = [rule.aux(value) for value in aux_sums]
         terms = [rule.depth(depth, values) for depth, values in enumerate(losses)] + aux
-        loss_sums = torch.zeros(batch.labels.shape[0], dtype=torch.int64, device=x.device)
+        loss_sums = torch.zeros(2, batch.labels.shape[0], dtype=torch.int64, device=x.device)
         for depth, values in enumerate(losses):
-            loss_sums[depth] = fixed_point_sum(values)
+            loss_sums[:, depth] = fixed_point_sum(values)
         return StageOutput(
             x=x,
             loss=sum(terms[1:], terms[0]) if terms else None,
@@ -177,5 +179,19 @@ class Stage(nn.Module):
 
 
 def fixed_point_sum(losses: Tensor) -> Tensor:
-    """Sum of per-token losses in nats, as int64 in units of 1/FIXED_POINT: exact, in any order of ranks."""
-    return (losses.detach().double() * FIXED_POINT).round().to(torch.int64).sum()
+    """Sum of per-token losses in nats, exact in any order of ranks: int64 [2].
+
+    The finite ones in units of 1/FIXED_POINT; and how many are not finite, since an integer cannot show that.
+    """
+    finite = losses.detach().isfinite()
+    units = (losses.detach().double().where(finite, 0) * FIXED_POINT).round().to(torch.int64)
+    return torch.stack([units.sum(), (~finite).sum()])
+
+
+def mean_losses(loss_sums: Tensor, targets: Sequence[int]) -> list[float]:
+    """Nats per target from the `fixed_point_sum`s [2, n] of n losses; 0 without targets, NaN when one was not finite."""
+    sums, not_finite = loss_sums.tolist()
+    return [
+        math.nan if bad else total / FIXED_POINT / max(n, 1)
+        for total, bad, n in zip(sums, not_finite, targets, strict=True)
+    ]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Pending
 from moe_engine.distributed.groups import Groups
 from moe_engine.model.batch import Batch
@@ -32,7 +33,7 @@ class StepSums:
     hidden: by micro-batch, the final hidden state [T, D]; only after `forward_only` and where the head is.
     """
 
-    loss_sums: Tensor  # int64 [1+D]
+    loss_sums: Tensor  # int64 [2, 1+D]
     aux: Tensor  # fp64 scalar
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
@@ -66,9 +67,14 @@ class Executor:
     """Runs action lists over the stages that this rank holds.
 
     stages: by stage index; hidden size and dtype of the border tensors come from the stages themselves.
+    Raises ConfigError for a placement with several holders of a stage (DualPipe's two directions).
     """
 
     def __init__(self, stages: dict[int, Stage], groups: Groups) -> None:
+        if any(len(ranks) > 1 for ranks in groups.placement.rank_of_stage.values()):
+            raise ConfigError(
+                "pipeline.schedule: one that keeps each stage on two ranks cannot be run yet; use dualpipev or 1f1b"
+            )
         self.stages, self.groups = stages, groups
         self.num_stages = len(groups.placement.stages)
         self.here = groups.layout.coordinate(groups.rank).pp
@@ -78,7 +84,7 @@ class Executor:
         """One pass: gradients are added to the parameters' `.grad`, the loss sums returned (of this rank only)."""
         device = batches[0].tokens.device
         sums = StepSums(
-            torch.zeros(batches[0].tokens.shape[0], dtype=torch.int64, device=device),
+            torch.zeros(2, batches[0].labels.shape[0], dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.float64, device=device),
         )
         step = _Step(batches, rule, sums)
@@ -116,6 +122,8 @@ class Executor:
                 self._backward(step, half.stage, half.micro_batch, defer=half.kind is Kind.I)
 
     def _forward(self, step: _Step, stage: int, m: int) -> None:
+        if (stage, m) in step.live:
+            raise ValueError(f"micro-batch {m} enters stage {stage} twice")
         x = None
         if stage > 0:
             x = self._take(step, Item(Output.ACTIVATION, m, stage - 1)).requires_grad_(torch.is_grad_enabled())

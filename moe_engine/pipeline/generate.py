@@ -17,8 +17,10 @@ def generate(
 ) -> list[int]:
     """`prompt` and up to `new_tokens` sampled tokens, the same on every rank. All ranks must call this together.
 
-    At most `max_len` tokens in all: the model has seen no longer rows.
+    At most `max_len` tokens in all: the model has seen no longer rows. Raises ValueError for an empty prompt.
     """
+    if not prompt:
+        raise ValueError("prompt=[]: the first token needs one before it, for example an end of document")
     tokens = list(prompt)
     chance = torch.Generator().manual_seed(seed)
     for _ in range(min(new_tokens, max_len - len(prompt))):

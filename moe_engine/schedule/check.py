@@ -90,14 +90,13 @@ def producers(lists: Lists) -> dict[Item, Slot]:
 
 def sent(lists: Lists, num_stages: int) -> dict[Channel, list[Item]]:
     """The messages of each channel, in the order in which the source sends them."""
-    made_at = producers(lists)
-    used_on = {item: channel.destination for channel, items in received(lists, num_stages).items() for item in items}
+    channel_of = {item: channel for channel, items in received(lists, num_stages).items() for item in items}
     channels = defaultdict(list)
     for actions in lists:
         for action in actions:
             for item in outputs(action):
-                if item in used_on:
-                    channels[Channel(made_at[item].rank, used_on[item], item.output)].append(item)
+                if item in channel_of:
+                    channels[channel_of[item]].append(item)
     return dict(channels)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import moe_kernels
 import pytest
 import torch
 from torch import Tensor
+
+import moe_kernels
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 LIMITS = {torch.bfloat16: 1e-5, torch.float32: 1e-12, torch.float64: 1e-15}  # on calc_diff

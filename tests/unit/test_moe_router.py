@@ -51,7 +51,13 @@ def test_the_report_example() -> None:
 @pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
 def test_the_choice_equals_a_loop_in_python(score_function: str, group_score: str) -> None:
     config = make_config(
-        dim=32, num_experts=32, num_groups=8, top_groups=3, top_k=6, score_function=score_function, group_score=group_score
+        dim=32,
+        num_experts=32,
+        num_groups=8,
+        top_groups=3,
+        top_k=6,
+        score_function=score_function,
+        group_score=group_score,
     )
     router = router_for(config)
     router.expert_bias.copy_(randn(32, seed=1) * 0.3)

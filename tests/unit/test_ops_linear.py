@@ -23,7 +23,10 @@ def test_linear_and_its_gradients_equal_torch(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
     d_out = randn(*expected.shape, seed=2)
     torch.testing.assert_close(
-        torch.autograd.grad(out, (x, weight), d_out), torch.autograd.grad(expected, (x, weight), d_out), rtol=1e-12, atol=1e-12
+        torch.autograd.grad(out, (x, weight), d_out),
+        torch.autograd.grad(expected, (x, weight), d_out),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -48,8 +51,12 @@ def test_wide_linear_is_fp32_for_bf16_input_also_under_autocast() -> None:
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
         out.backward(torch.full_like(out, 2.0**-40))
     assert x.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(x.grad.float() * 2.0**40, weight.detach().float().sum(0).expand(9, 16), rtol=2**-8, atol=0)
-    torch.testing.assert_close(weight.grad.float() * 2.0**40, x.detach().float().sum(0).expand(5, 16), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(
+        x.grad.float() * 2.0**40, weight.detach().float().sum(0).expand(9, 16), rtol=2**-8, atol=0
+    )
+    torch.testing.assert_close(
+        weight.grad.float() * 2.0**40, x.detach().float().sum(0).expand(5, 16), rtol=2**-8, atol=1e-6
+    )
 
 
 def test_linear_under_autocast_computes_in_its_dtype_and_gives_fp32_gradients() -> None:

@@ -23,9 +23,7 @@ def torch_lists(kind: str, pp: int, micro_batches: int, stages_per_rank: int) ->
     oracle._num_stages = oracle.num_stages = stages_per_rank * pp
     oracle.number_of_rounds = max(1, micro_batches // pp)
     oracle.microbatches_per_round = micro_batches // oracle.number_of_rounds
-    lists: pytestmark = pytest.mark.slow
-
-Operations = []
+    lists: Operations = []
     for rank in range(pp):
         actions = [action for action in oracle._calculate_single_rank_operations(rank) if action is not None]
         lists.append(

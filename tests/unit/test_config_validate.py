@@ -1,0 +1,202 @@
+"""The rules between options: each is told by `name=value`, the rule and a value that works, all at once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.load import load
+from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
+from moe_engine.config.validate import resolve, validate, validate_moe
+
+
+def make(**options: Any) -> Config:
+    """The schema's defaults with options by their dotted name (`__` for the dot)."""
+    config = Config()
+    for name, value in options.items():
+        section, _, option = name.partition("__")
+        assert hasattr(getattr(config, section), option)
+        setattr(getattr(config, section), option, value)
+    return config
+
+
+def problems(config: Config, world: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world)
+    return str(caught.value).splitlines()
+
+
+def test_the_defaults_and_the_quickstart_are_valid() -> None:
+    validate(Config())
+    validate(load("train", []))
+    validate(load("train", ["experiment=quickstart"]))
+    validate(load("train", ["experiment=quickstart"]), world=4)
+
+
+RULES: list[tuple[dict[str, Any], str]] = [
+    ({"model__dim": 0}, "model.dim=0: must be 1 or more, for example model.dim=1"),
+    ({"model__num_layers": -1, "model__num_dense_layers": 0}, "model.num_layers=-1: must be 1 or more"),
+    ({"model__mtp_depth": -1}, "model.mtp_depth=-1: must be 0 or more"),
+    ({"model__num_dense_layers": 9}, "model.num_dense_layers=9: must be at most model.num_layers=4"),
+    ({"model__qk_rope_head_dim": 15}, "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16"),
+    ({"model__vocab_size": 256}, "model.vocab_size=256: the byte tokenizer has 257 tokens; use model.vocab_size=257 or more"),
+    ({"model__rope_theta": 0.0}, "model.rope_theta=0.0: must be larger than 0, for example model.rope_theta=10000.0"),
+    ({"model__top_k": 17}, "model.top_k=17: a token cannot use more experts than there are; use model.top_k=16 or less"),
+    ({"model__num_groups": 3}, "model.num_groups=3: must divide model.num_experts=16; use model.num_groups=2"),
+    ({"model__num_groups": 4, "model__top_groups": 5}, "model.top_groups=5: must be at most model.num_groups=4"),
+    (
+        {"model__num_groups": 8, "model__top_groups": 1},
+        "model.top_groups=1: 1 groups of 2 experts hold fewer than model.top_k=4; use model.top_groups=2 or more",
+    ),
+    (
+        {"model__num_groups": 16, "model__top_groups": 4},
+        "model.group_score=sum_top2: the sum of the best two needs at least 2 experts a group, and model.num_experts=16 in "
+        "model.num_groups=16 gives 1; use model.group_score=max",
+    ),
+    ({"model__score_function": "sigmoyd"}, "model.score_function=sigmoyd: no such choice; did you mean sigmoid? There are sigmoid, softmax"),
+    ({"model__group_score": "mean"}, "model.group_score=mean: no such choice; there are sum_top2, max"),
+    ({"moe__combine": "exakt"}, "moe.combine=exakt: no such choice; did you mean exact? There are dedup, exact"),
+    ({"moe__bias_step": -1e-3}, "moe.bias_step=-0.001: must be 0 or more"),
+    ({"precision__name": "fp8"}, "precision.name=fp8: no such choice"),
+    ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
+    ({"precision__gradient": "bfloat16"}, "precision.gradient=bfloat16: no such choice; did you mean"),
+    ({"precision__compute": "float32"}, "precision.compute=float32: recipe bf16 computes in bfloat16; use precision=fp32"),
+    (
+        {"precision__name": "fp64", "precision__compute": "float64", "precision__gradient": "float64"},
+        "precision.master=float32: must be at least as wide as precision.compute=float64; use precision.master=float64",
+    ),
+    ({"optim__lr": 0.0}, "optim.lr=0.0: must be larger than 0"),
+    ({"optim__lr": float("nan")}, "optim.lr=nan: a finite number is expected"),
+    ({"optim__beta2": 1.0}, "optim.beta2=1.0: must be at least 0 and less than 1, for example optim.beta2=0.9"),
+    ({"optim__min_lr_ratio": 2.0}, "optim.min_lr_ratio=2.0: must be from 0 to 1"),
+    ({"optim__warmup_steps": -1}, "optim.warmup_steps=-1: must be 0 or more"),
+    ({"data__validation_fraction": 1.0}, "data.validation_fraction=1.0: must be at least 0 and less than 1"),
+    ({"data__validation_fraction": 0.0}, "data.validation_fraction=0.0: train.eval_sequences=64 needs text to validate on"),
+    ({"data__cache_dir": ""}, "data.cache_dir=: a folder is needed"),
+    ({"train__steps": 0}, "train.steps=0: must be 1 or more, for example train.steps=1"),
+    ({"train__threads": 0}, "train.threads=0: must be 1 or more"),
+    ({"train__seed": -1}, "train.seed=-1: must be 0 or more, for example train.seed=0"),
+    ({"train__steps": "3"}, "train.steps=3: a whole number is expected"),
+    ({"run__name": "a/b"}, "run.name=a/b: the name of one folder inside run.dir is needed"),
+    ({"run__name": ".."}, "run.name=..: the name of one folder"),
+    ({"parallel__tp": 2}, "parallel.tp=2: tensor parallelism is not built yet; use parallel.tp=1"),
+    ({"parallel__cp": 2}, "parallel.cp=2: context parallelism is not built yet; use parallel.cp=1"),
+    ({"parallel__zero": 3}, "parallel.zero=3: optimizer states are always sharded (ZeRO-1); use parallel.zero=1"),
+    ({"parallel__pp": 0}, "parallel.pp=0: must be 1 or more"),
+    ({"parallel__dp": 0}, "parallel.dp=0: must be 1 or more"),
+    ({"parallel__pp": 5}, "parallel.pp=5: the model has blocks for 4 stages; use parallel.pp=4 or less"),
+    ({"parallel__pp": 6, "model__mtp_depth": 2}, "parallel.pp=6: the model has blocks for 5 stages; use parallel.pp=5 or less"),
+    ({"parallel__ep": 3}, "parallel.ep=3: must divide model.num_experts=16; use parallel.ep=2"),
+    ({"parallel__ep": 4, "parallel__dp": 2}, "parallel.ep=4: must divide parallel.dp * parallel.cp = 2; use parallel.ep=2, or parallel.dp=4"),
+    ({"train__global_batch": 10}, "train.global_batch=10: must be a multiple of parallel.dp * train.micro_batch = 1 * 4; use train.global_batch=8 or 12"),
+    (
+        {"train__global_batch": 3, "parallel__dp": 2},
+        "train.global_batch=3: must be a multiple of parallel.dp * train.micro_batch = 2 * 4; use train.global_batch=8",
+    ),
+    (
+        {"pipeline__micro_batches": 3},
+        "pipeline.micro_batches=3: train.global_batch / (parallel.dp * train.micro_batch) = 4 here; leave it out, or use train.global_batch=12",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), RULES, ids=[message.partition(":")[0] for _, message in RULES])
+def test_a_broken_rule_is_one_line(options: dict[str, Any], message: str) -> None:
+    lines = problems(make(**options))
+    assert len(lines) == 1
+    assert lines[0].startswith(message)
+
+
+@pytest.mark.parametrize(("options", "message"), RULES, ids=[message.partition(":")[0] for _, message in RULES])
+def test_the_value_that_a_message_offers_works(options: dict[str, Any], message: str) -> None:
+    """Every `section.option=value` after "use" or "for example" in a message mends the configuration by itself."""
+    config = make(**options)
+    line = problems(config)[0]
+    offer = re.search(r"(?:use|for example) (\w+)\.(\w+)=([^\s,;]+)", line)
+    if offer is None:  # a choice from a list, or a whole recipe (precision=fp32)
+        assert "There are" in line or "there are" in line or "did you mean" in line or "use precision=" in line
+        return
+    section, option, text = offer.groups()
+    old = getattr(Config(), section)
+    kind = type(getattr(old, option)) if getattr(old, option) is not None else int
+    setattr(getattr(config, section), option, kind(text))
+    validate(config)
+
+
+def test_ranks_given_from_outside_must_fit() -> None:
+    assert problems(make(parallel__dp=2), world=3) == [
+        "parallel.dp=2: with pp=1 x cp=1 x tp=1 needs 2 ranks, and 3 are given; start 2, or use parallel.dp=3"
+    ]
+    assert problems(make(parallel__pp=2), world=3) == [
+        "parallel.pp=2: pp=2 x cp=1 x tp=1 does not divide the 3 ranks given; start a multiple of 2 ranks"
+    ]
+    assert problems(make(parallel__pp=2, parallel__dp=1), world=3) == [
+        "parallel.dp=1: with pp=2 x cp=1 x tp=1 needs 2 ranks, and 3 are given; start 2"
+    ]
+    assert problems(make(parallel__ep=4), world=2)[0].startswith(
+        "parallel.ep=4: must divide parallel.dp * parallel.cp = 2"
+    )
+    validate(make(parallel__pp=2), world=4)
+
+
+def test_failures_of_all_sections_are_told_at_once() -> None:
+    lines = problems(
+        make(model__dim=0, moe__combine="x", optim__lr=-1.0, train__seq_len=0, parallel__tp=2, run__name="")
+    )
+    named = [line.partition("=")[0] for line in lines]
+    assert named == ["model.dim", "moe.combine", "optim.lr", "train.seq_len", "run.name", "parallel.tp"]
+
+
+def test_a_rule_that_needs_a_refused_value_is_not_told_on_top() -> None:
+    lines = problems(make(train__micro_batch=0, model__num_experts=0, parallel__ep=0))
+    assert [line.partition(":")[0] for line in lines] == ["model.num_experts=0", "train.micro_batch=0", "parallel.ep=0"]
+
+
+def test_what_follows_from_the_rest_is_filled_in() -> None:
+    config = make(parallel__pp=2, parallel__ep=2, train__micro_batch=1)
+    alone = resolve(config)
+    assert (alone.parallel.dp, alone.pipeline.micro_batches) == (2, 16 // 2)  # as few replicas as ep needs
+    given = resolve(config, world=8)
+    assert (given.parallel.dp, given.pipeline.micro_batches) == (4, 16 // 4)
+    fixed = resolve(make(parallel__dp=1))
+    assert (fixed.parallel.dp, fixed.pipeline.micro_batches) == (1, 4)
+    assert config.parallel.dp is None and config.pipeline.micro_batches is None
+    validate(given, world=8)  # and agrees with the rules
+
+
+def layer(**options: Any) -> MoEConfig:
+    return replace(MoEConfig(dim=32, expert_hidden=16, num_experts=8, top_k=2), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 0}, "dim=0: must be 1 or more"),
+        ({"dim": "32"}, "dim=32: a whole number is expected"),
+        ({"expert_hidden": -3}, "expert_hidden=-3: must be 1 or more"),
+        ({"top_k": 9}, "top_k=9: a token cannot use more experts than there are; use top_k=8 or less"),
+        ({"num_groups": 5}, "num_groups=5: must divide num_experts=8; use num_groups=4"),
+        ({"num_groups": 4, "top_groups": 0}, "top_groups=0: must be 1 or more"),
+        ({"num_groups": 8, "top_groups": 2}, "group_score=sum_top2: the sum of the best two needs at least 2 experts a group"),
+        ({"score_function": "relu"}, "score_function=relu: no such choice; there are sigmoid, softmax"),
+        ({"combine": "sum"}, "combine=sum: no such choice"),
+        ({"aux_loss_weight": -1.0}, "aux_loss_weight=-1.0: must be 0 or more"),
+        ({"route_scale": 0.0}, "route_scale=0.0: must be larger than 0"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_stands_alone_keeps_the_same_rules(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_moe(layer(**options))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_valid_layers_pass() -> None:
+    validate_moe(layer())
+    validate_moe(layer(num_groups=4, top_groups=1))
+    validate_moe(layer(num_groups=8, top_groups=2, group_score="max"))
+    validate_moe(moe_layer_config(Config().model, Config().moe))
