@@ -35,6 +35,7 @@ from moe_engine.optim.zero import ZeroOptimizer
 from moe_engine.pipeline.executor import Executor, StepSums
 from moe_engine.planner.flops import parameter_count
 from moe_engine.schedule import schedules
+from moe_engine.schedule.check import check
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ class Trainer:
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)
         self.executor = Executor(self.stages, self.groups)
-        actions = schedules.schedule(config.pipeline.schedule, config.parallel.pp, self.micro_batches)
-        self.actions = actions[self.groups.layout.coordinate(rank).pp]
+        lists = schedules.schedule(config.pipeline.schedule, config.parallel.pp, self.micro_batches)
+        check(lists, len(self.groups.placement.stages), self.micro_batches)
+        self.actions = lists[self.groups.layout.coordinate(rank).pp]
         self.num_parameters = parameter_count(config.model).total
         self.steps_done = 0
         self.tokens_seen = 0

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,7 +30,15 @@ T = TypeVar("T")
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<name>[^=]*)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 
 
-def load(command: str, overrides: Sequence[str], schema: type[T] = Config) -> T:  # type: ignore[assignment]
+@overload
+def load(command: str, overrides: Sequence[str]) -> Config: ...
+
+
+@overload
+def load(command: str, overrides: Sequence[str], schema: type[T]) -> T: ...
+
+
+def load(command: str, overrides: Sequence[str], schema: type = Config) -> Any:
     """The configuration of `command` with the words of the command line applied.
 
     `overrides` are `group=choice`, `section.option=value`, and paths of YAML files with values (a run's own
@@ -46,8 +54,9 @@ def load(command: str, overrides: Sequence[str], schema: type[T] = Config) -> T:
         for name, value in words.values:
             OmegaConf.update(config, name, value, merge=True, force_add=True)
         data = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
         raise ConfigError("\n".join([*problems, _reason(error)])) from None
+    result: Any = None
     try:
         result = strict.build(schema, _as_mapping(data))
     except ConfigError as error:
@@ -62,7 +71,15 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
-def from_yaml(path: Path, schema: type[T] = Config) -> T:  # type: ignore[assignment]
+@overload
+def from_yaml(path: Path) -> Config: ...
+
+
+@overload
+def from_yaml(path: Path, schema: type[T]) -> T: ...
+
+
+def from_yaml(path: Path, schema: type = Config) -> Any:
     """The configuration in a file, as strictly as from the command line. Raises ConfigError naming the file."""
     try:
         return strict.build(schema, _as_mapping(OmegaConf.to_container(_read_yaml(path), resolve=True)))

@@ -68,10 +68,13 @@ def build(schema: type[T], data: Mapping[str, Any]) -> T:
 
 def unknown(name: str, value: Any, known: Iterable[str], also: Iterable[str] = ()) -> str:
     """The line that refuses `name`, with the options of `known` (or other names in `also`) that may be meant."""
-    known = list(known)
+    known, section = list(known), name.partition(".")[0]
     close = closest(name, [*known, *also])
     if close:
         return f"{shown(name, value)}: no such option; did you mean {' or '.join(close)}?"
+    inside = [option.removeprefix(f"{section}.") for option in known if option.startswith(f"{section}.")]
+    if inside:
+        return f"{shown(name, value)}: no such option; {section} has {', '.join(inside)}"
     first_words = dict.fromkeys(option.partition(".")[0] for option in known)
     return f"{shown(name, value)}: no such option; there are {', '.join(first_words)}"
 
@@ -85,25 +88,25 @@ def not_a_value(name: str, value: Any, known: Mapping[str, Option]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the `known` names that `name` may stand for: the same option of another section comes first."""
-    known = list(known)
-    word = name.rpartition(".")[2]
-    exact = [other for other in known if other.rpartition(".")[2] == word]
-    if exact:
-        return exact[:3]
-    return _nearest(name, {other: other for other in known}) or _nearest(
-        word, {other.rpartition(".")[2]: other for other in known}
-    )
+    """Up to three of the `known` names that `name` may stand for, by their last words: the same word, else near ones."""
+    section, _, word = name.rpartition(".")
+    by_word: dict[str, list[str]] = {}
+    for other in known:
+        by_word.setdefault(other.rpartition(".")[2], []).append(other)
+    words = [word] if word in by_word else _nearest(word, by_word)
+    found = [other for close in words for other in by_word[close]]
+    same_section = [other for other in found if section and other.rpartition(".")[0] == section]
+    return (same_section or found)[:3]
 
 
-def _nearest(word: str, names: Mapping[str, str]) -> list[str]:
-    """The names whose keys are as near to `word` as the nearest is, if that is near at all."""
+def _nearest(word: str, words: Iterable[str]) -> list[str]:
+    """The words as near to `word` as the nearest is, if that is near at all."""
 
-    def likeness(key: str) -> float:
-        return difflib.SequenceMatcher(None, word, key).ratio()
+    def likeness(other: str) -> float:
+        return difflib.SequenceMatcher(None, word, other).ratio()
 
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.7)
-    return [names[key] for key in close if likeness(key) > likeness(close[0]) - 0.05]
+    close = difflib.get_close_matches(word, words, n=3, cutoff=0.7)
+    return [other for other in close if likeness(other) > likeness(close[0]) - 0.05]
 
 
 def shown(name: str, value: Any) -> str:

@@ -151,7 +151,10 @@ def _check_model(rules: _Rules) -> None:
     if rules.sound("model.num_dense_layers", "model.num_layers"):
         layers = rules["model.num_layers"]
         if rules["model.num_dense_layers"] > layers:
-            rules.refuse("model.num_dense_layers", f"must be at most model.num_layers={layers}")
+            rules.refuse(
+                "model.num_dense_layers",
+                f"the model has model.num_layers={layers}; use model.num_dense_layers={layers} or less",
+            )
 
 
 def _check_routing(rules: _Rules, model: str, moe: str) -> None:
@@ -165,7 +168,7 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
     if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
         rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")
     if rules.sound(groups, top_groups) and rules[top_groups] > rules[groups]:
-        rules.refuse(top_groups, f"must be at most {groups}={rules[groups]}")
+        rules.refuse(top_groups, f"there are {groups}={rules[groups]}; use {top_groups}={rules[groups]} or less")
     if rules.sound(experts, groups):
         _check_groups(rules, experts, top_k, groups, top_groups, model + "group_score")
 

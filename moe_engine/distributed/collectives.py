@@ -62,11 +62,16 @@ class Pending:
 
 
 class Communicator:
-    """A tuple of global ranks that exchange tensors; `rank` and `size` are places within it."""
+    """Global ranks, ascending, that exchange tensors; `rank` is this one's place among them.
+
+    Ascending because torch sorts the ranks of a group: in another order, places here would not be places there.
+    """
 
     def __init__(
         self, name: str, ranks: Sequence[int], my_rank: int, group: Any = None, log: CollectiveLog | None = None
     ) -> None:
+        if list(ranks) != sorted(set(ranks)):
+            raise ValueError(f"{name}: ranks={list(ranks)} must be ascending; use {sorted(set(ranks))}")
         self.name, self.ranks, self.group, self.log = name, tuple(ranks), group, log
         self.rank, self.size = self.ranks.index(my_rank), len(self.ranks)
 

@@ -128,8 +128,8 @@ def _edges(layout: Layout, placement: Placement, make: _Maker) -> dict[Edge, Com
                     pairs |= {(a, b, "activation"), (b, a, "gradient")}
     edges = {}
     for source, target, kind in sorted(pairs):
-        ranks = [(r, layout.neighbour(r, target)) for r in layout.stage_ranks(source)]
-        mine = make(f"{kind}{source}->{target}", ranks)
+        pairs_of_ranks = [sorted((r, layout.neighbour(r, target))) for r in layout.stage_ranks(source)]
+        mine = make(f"{kind}{source}->{target}", [tuple(pair) for pair in pairs_of_ranks])
         if mine:
             edges[source, target, kind] = mine
     return edges

@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         k, v = self._keys_values(x, context, queue)
         scale = q.shape[-1] ** -0.5
         y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-        return self.out(y.transpose(1, 2).reshape(x.shape[0], -1), queue)
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], self.out.weight.shape[1]), queue)
 
     def _queries(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> Tensor:
         """[B, S, H, nope + rope]."""
@@ -103,16 +103,17 @@ class LatentAttention(nn.Module):
             q = self.q_up(self.q_norm(self.q_down(x, queue)), queue)
         else:
             q = self.q_proj(x, queue)
-        q_nope, q_rope = q.view(*context.shape, -1, nope + rope).split((nope, rope), dim=-1)
+        q_nope, q_rope = q.view(*context.shape, self.model.num_heads, nope + rope).split((nope, rope), dim=-1)
         return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin)), dim=-1)
 
     def _keys_values(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> tuple[Tensor, Tensor]:
         """[B, S, H, nope + rope] and [B, S, H, v]."""
         model = self.model
         latent, k_rope = self.kv_down(x, queue).split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
-        kv = self.kv_up(self.kv_norm(latent), queue).view(*context.shape, model.num_heads, -1)
-        k_nope, v = kv.split((model.qk_nope_head_dim, model.v_head_dim), dim=-1)
-        k_rope = rotate(k_rope.reshape(*context.shape, 1, -1), context.cos, context.sin)
+        nope, value = model.qk_nope_head_dim, model.v_head_dim
+        kv = self.kv_up(self.kv_norm(latent), queue).view(*context.shape, model.num_heads, nope + value)
+        k_nope, v = kv.split((nope, value), dim=-1)
+        k_rope = rotate(k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim), context.cos, context.sin)
         return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from layouts import Case, Record, differences, one_process, run
+from layouts import GLOBAL_BATCH, Case, Record, differences, one_process, run
 
 from moe_engine.model.batch import Batch, ItemCounts, count_items
 from moe_engine.model.transformer import LossRule
@@ -52,7 +52,7 @@ FEW = [
     Case(pp=2, dp=1, micro_batch=2, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="gpipe", combine="exact"),
     Case(pp=2, dp=2, ep=1, schedule="split_1f1b", padding=True),
-    Case(pp=4, dp=1, tied=True, schedule="1f1b"),
+    Case(pp=4, dp=1, tied=True, schedule="zbv"),
     Case(pp=2, dp=4, ep=2, skew=True),
 ]
 
@@ -70,9 +70,12 @@ def all_layouts() -> list[Case]:
         for ep in (1, 2, 4):
             if pp * dp <= 8 and dp % ep == 0:
                 for number, (tied, combine) in enumerate(product((False, True), ("dedup", "exact"))):
-                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1")[(number + pp + dp + ep) % 4]
+                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1", "zbv")[(number + pp + dp + ep) % 5]
+                    micro_batch = 2 if number % 2 and dp < 4 else 1
+                    if schedule == "zbv" and GLOBAL_BATCH // (dp * micro_batch) < 2 * pp - 1:
+                        schedule = "zb_h1"  # runs at any size
                     extra = {"padding": number == 1, "skew": number == 2}
-                    found.append(Case(pp, dp, ep, schedule, 2 if number % 2 and dp < 4 else 1, combine, tied, **extra))
+                    found.append(Case(pp, dp, ep, schedule, micro_batch, combine, tied, **extra))
     return found
 
 

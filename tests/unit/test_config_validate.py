@@ -41,30 +41,51 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__dim": 0}, "model.dim=0: must be 1 or more, for example model.dim=1"),
     ({"model__num_layers": -1, "model__num_dense_layers": 0}, "model.num_layers=-1: must be 1 or more"),
     ({"model__mtp_depth": -1}, "model.mtp_depth=-1: must be 0 or more"),
-    ({"model__num_dense_layers": 9}, "model.num_dense_layers=9: must be at most model.num_layers=4"),
-    ({"model__qk_rope_head_dim": 15}, "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16"),
-    ({"model__vocab_size": 256}, "model.vocab_size=256: the byte tokenizer has 257 tokens; use model.vocab_size=257 or more"),
+    (
+        {"model__num_dense_layers": 9},
+        "model.num_dense_layers=9: the model has model.num_layers=4; use model.num_dense_layers=4 or less",
+    ),
+    (
+        {"model__qk_rope_head_dim": 15},
+        "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16",
+    ),
+    (
+        {"model__vocab_size": 256},
+        "model.vocab_size=256: the byte tokenizer has 257 tokens; use model.vocab_size=257 or more",
+    ),
     ({"model__rope_theta": 0.0}, "model.rope_theta=0.0: must be larger than 0, for example model.rope_theta=10000.0"),
-    ({"model__top_k": 17}, "model.top_k=17: a token cannot use more experts than there are; use model.top_k=16 or less"),
+    (
+        {"model__top_k": 17},
+        "model.top_k=17: a token cannot use more experts than there are; use model.top_k=16 or less",
+    ),
     ({"model__num_groups": 3}, "model.num_groups=3: must divide model.num_experts=16; use model.num_groups=2"),
-    ({"model__num_groups": 4, "model__top_groups": 5}, "model.top_groups=5: must be at most model.num_groups=4"),
+    (
+        {"model__num_groups": 4, "model__top_groups": 5},
+        "model.top_groups=5: there are model.num_groups=4; use model.top_groups=4 or less",
+    ),
     (
         {"model__num_groups": 8, "model__top_groups": 1},
         "model.top_groups=1: 1 groups of 2 experts hold fewer than model.top_k=4; use model.top_groups=2 or more",
     ),
     (
         {"model__num_groups": 16, "model__top_groups": 4},
-        "model.group_score=sum_top2: the sum of the best two needs at least 2 experts a group, and model.num_experts=16 in "
-        "model.num_groups=16 gives 1; use model.group_score=max",
+        "model.group_score=sum_top2: the sum of the best two needs at least 2 experts a group, and "
+        "model.num_experts=16 in model.num_groups=16 gives 1; use model.group_score=max",
     ),
-    ({"model__score_function": "sigmoyd"}, "model.score_function=sigmoyd: no such choice; did you mean sigmoid? There are sigmoid, softmax"),
+    (
+        {"model__score_function": "sigmoyd"},
+        "model.score_function=sigmoyd: no such choice; did you mean sigmoid? There are sigmoid, softmax",
+    ),
     ({"model__group_score": "mean"}, "model.group_score=mean: no such choice; there are sum_top2, max"),
     ({"moe__combine": "exakt"}, "moe.combine=exakt: no such choice; did you mean exact? There are dedup, exact"),
     ({"moe__bias_step": -1e-3}, "moe.bias_step=-0.001: must be 0 or more"),
     ({"precision__name": "fp8"}, "precision.name=fp8: no such choice"),
     ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
     ({"precision__gradient": "bfloat16"}, "precision.gradient=bfloat16: no such choice; did you mean"),
-    ({"precision__compute": "float32"}, "precision.compute=float32: recipe bf16 computes in bfloat16; use precision=fp32"),
+    (
+        {"precision__compute": "float32"},
+        "precision.compute=float32: recipe bf16 computes in bfloat16; use precision=fp32",
+    ),
     (
         {"precision__name": "fp64", "precision__compute": "float64", "precision__gradient": "float64"},
         "precision.master=float32: must be at least as wide as precision.compute=float64; use precision.master=float64",
@@ -75,7 +96,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"optim__min_lr_ratio": 2.0}, "optim.min_lr_ratio=2.0: must be from 0 to 1"),
     ({"optim__warmup_steps": -1}, "optim.warmup_steps=-1: must be 0 or more"),
     ({"data__validation_fraction": 1.0}, "data.validation_fraction=1.0: must be at least 0 and less than 1"),
-    ({"data__validation_fraction": 0.0}, "data.validation_fraction=0.0: train.eval_sequences=64 needs text to validate on"),
+    (
+        {"data__validation_fraction": 0.0},
+        "data.validation_fraction=0.0: train.eval_sequences=64 needs text to validate on",
+    ),
     ({"data__cache_dir": ""}, "data.cache_dir=: a folder is needed"),
     ({"train__steps": 0}, "train.steps=0: must be 1 or more, for example train.steps=1"),
     ({"train__threads": 0}, "train.threads=0: must be 1 or more"),
@@ -89,19 +113,30 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"parallel__pp": 0}, "parallel.pp=0: must be 1 or more"),
     ({"parallel__dp": 0}, "parallel.dp=0: must be 1 or more"),
     ({"parallel__pp": 5}, "parallel.pp=5: the model has blocks for 4 stages; use parallel.pp=4 or less"),
-    ({"parallel__pp": 6, "model__mtp_depth": 2}, "parallel.pp=6: the model has blocks for 5 stages; use parallel.pp=5 or less"),
+    (
+        {"parallel__pp": 6, "model__mtp_depth": 2},
+        "parallel.pp=6: the model has blocks for 5 stages; use parallel.pp=5 or less",
+    ),
     ({"parallel__ep": 3}, "parallel.ep=3: must divide model.num_experts=16; use parallel.ep=2"),
-    ({"parallel__ep": 4, "parallel__dp": 2}, "parallel.ep=4: must divide parallel.dp * parallel.cp = 2; use parallel.ep=2, or parallel.dp=4"),
-    ({"train__global_batch": 10}, "train.global_batch=10: must be a multiple of parallel.dp * train.micro_batch = 1 * 4; use train.global_batch=8 or 12"),
+    (
+        {"parallel__ep": 4, "parallel__dp": 2},
+        "parallel.ep=4: must divide parallel.dp * parallel.cp = 2; use parallel.ep=2, or parallel.dp=4",
+    ),
+    (
+        {"train__global_batch": 10},
+        "train.global_batch=10: "
+        "must be a multiple of parallel.dp * train.micro_batch = 1 * 4; use train.global_batch=8 or 12",
+    ),
     (
         {"train__global_batch": 3, "parallel__dp": 2},
         "train.global_batch=3: must be a multiple of parallel.dp * train.micro_batch = 2 * 4; use train.global_batch=8",
     ),
     (
         {"pipeline__micro_batches": 3},
-        "pipeline.micro_batches=3: train.global_batch / (parallel.dp * train.micro_batch) = 4 here; leave it out, or use train.global_batch=12",
+        "pipeline.micro_batches=3: train.global_batch / (parallel.dp * train.micro_batch) = 4 here; "
+        "leave it out, or use train.global_batch=12",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "message"), RULES, ids=[message.partition(":")[0] for _, message in RULES])
@@ -181,13 +216,16 @@ def layer(**options: Any) -> MoEConfig:
         ({"top_k": 9}, "top_k=9: a token cannot use more experts than there are; use top_k=8 or less"),
         ({"num_groups": 5}, "num_groups=5: must divide num_experts=8; use num_groups=4"),
         ({"num_groups": 4, "top_groups": 0}, "top_groups=0: must be 1 or more"),
-        ({"num_groups": 8, "top_groups": 2}, "group_score=sum_top2: the sum of the best two needs at least 2 experts a group"),
+        (
+            {"num_groups": 8, "top_groups": 2},
+            "group_score=sum_top2: the sum of the best two needs at least 2 experts a group",
+        ),
         ({"score_function": "relu"}, "score_function=relu: no such choice; there are sigmoid, softmax"),
         ({"combine": "sum"}, "combine=sum: no such choice"),
         ({"aux_loss_weight": -1.0}, "aux_loss_weight=-1.0: must be 0 or more"),
         ({"route_scale": 0.0}, "route_scale=0.0: must be larger than 0"),
     ],
-)  # fmt: skip
+)
 def test_a_layer_that_stands_alone_keeps_the_same_rules(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate_moe(layer(**options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import pytest
 from moe_engine.config.errors import ConfigError
 from moe_engine.data import corpus
 from moe_engine.data.corpus import Corpus, prepare_text
-from moe_engine.data.text import ByteTokenizer
+from moe_engine.data.text import ByteTokenizer, standard_library
 from moe_engine.data.tokens import TokenStream
 
 FORK = multiprocessing.get_context("fork")
@@ -96,7 +97,7 @@ def test_a_second_call_reuses_the_files(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("change", ["content", "new file", "removed file", "fraction", "limit"])
 def test_a_change_makes_other_files(folder: Path, change: str) -> None:
     first = prepare(folder)
-    options = {}
+    options: dict[str, float] = {}
     if change == "content":
         (folder / "file3.txt").write_text("TEXT of file 3\n" * 10)
         os.utime(folder / "file3.txt", ns=(0, (folder / "file3.txt").stat().st_mtime_ns + 1))
@@ -138,7 +139,12 @@ def test_the_whole_standard_library(tmp_path: Path) -> None:
     made = prepare_text([], tmp_path, validation_fraction=0.05)
     assert made.train.num_tokens > 4_000_000 and made.validation.num_documents > 5
     assert made.validation.num_tokens > 50_000
-    assert any(text.startswith('r"""OS routines') for text in texts(made.train) + texts(made.validation))
+    borders = made.train.document_offsets[1:] - 1
+    assert (made.train.tokens[borders] == ByteTokenizer.eod).all()
+    assert (made.train.tokens == ByteTokenizer.eod).sum() == made.train.num_documents
+    listing = json.loads((made.folder / "corpus.json").read_text())["validation_documents"]
+    first = (standard_library() / listing[0]).read_bytes()
+    assert made.validation.document(0)[:-1].astype("u1").tobytes() == first
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0])
@@ -204,9 +210,7 @@ def ask_at_once(folder: Path, results: Path, count: int) -> set[str]:
     return {(results / str(number)).read_text() for number in range(count)}
 
 
-def test_one_process_builds_and_the_others_wait(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_process_builds_and_the_others_wait(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     count_builds(monkeypatch, tmp_path / "log", pause=0.3)
     answers = ask_at_once(folder, tmp_path / "results", 6)
     assert len(answers) == 1
@@ -222,7 +226,7 @@ def test_without_locks_each_builds_and_the_first_counts(
     def no_locks(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(corpus.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     count_builds(monkeypatch, tmp_path / "log", pause=0.3)
     assert len(ask_at_once(folder, tmp_path / "results", 4)) == 1
     assert (tmp_path / "log").read_text() == "built\n" * 4
@@ -235,8 +239,9 @@ def _build_and_hang(folder: Path, halfway: Event) -> None:
         time.sleep(60)
         return ""
 
-    corpus._content_digest = hang  # in this forked process only
-    prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "_content_digest", hang)
+        prepare(folder)
 
 
 def test_a_killed_builder_hangs_nobody(folder: Path, tmp_path: Path) -> None:

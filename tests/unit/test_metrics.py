@@ -129,9 +129,9 @@ def test_matrix_rate_is_that_of_this_machine(dtype: torch.dtype, monkeypatch: py
         best = min(best, time.perf_counter() - start)
     own = 2 * 512**3 / best
     rate = measure_matrix_rate(Communicator.alone(), dtype, torch.device("cpu"))
-    assert 1e9 < rate < 1e14 and rate > own / 10
+    assert 1e9 < rate < 1e14 and rate > own / 20
     if dtype == torch.float32:
-        assert rate < own * 3
+        assert rate < own * 5
 
 
 def test_the_shown_line_has_what_a_person_watches() -> None:

@@ -61,6 +61,19 @@ def test_bf16_gradients_of_a_huge_batch_do_not_flush_to_zero() -> None:
         assert (grad - expected).norm() < 0.01 * expected.norm()
 
 
+def test_the_head_gradient_is_summed_over_chunks_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same 16 tokens 256 times: a bf16 sum would stop growing long before 256 times the gradient of one chunk."""
+    monkeypatch.setattr(loss, "MAX_CHUNK_ROWS", 16)
+    x, head, labels, _ = example(16, 37, torch.bfloat16)
+    grads = []
+    for repeats in (1, 256):
+        weight = head.clone().requires_grad_()
+        weight.grad_dtype = torch.float32
+        cross_entropy(x.repeat(repeats, 1), weight, labels.repeat(repeats)).sum().backward()
+        grads.append(weight.grad)
+    torch.testing.assert_close(grads[1], 256 * grads[0], rtol=1e-5, atol=1e-5)
+
+
 def test_no_tensor_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "MAX_CHUNK_ROWS", 16)
     T, V = 256, 1000

@@ -1,0 +1,277 @@
+"""The one executor on real stages: every small size of every schedule, memory as `check` says, and wrong lists refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from layouts import PRECISIONS
+from ranks import run_ranks
+from torch import Tensor
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import (
+    Config,
+    ModelConfig,
+    MoESection,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord
+from moe_engine.model.batch import Batch, count_items
+from moe_engine.model.transformer import LossRule
+from moe_engine.pipeline.executor import Executor, StepSums, _Step
+from moe_engine.pipeline.generate import generate
+from moe_engine.schedule.action import Action, Kind
+from moe_engine.schedule.check import check
+from moe_engine.schedule.schedules import num_stages, schedule
+from moe_engine.trainer import Trainer
+
+ONE_STAGE_A_RANK = ("gpipe", "1f1b", "split_1f1b", "zb_h1")
+MICRO_BATCHES = range(1, 7)
+LENGTH = 4
+
+
+def tiny_config(pp: int = 1, dp: int = 1, ep: int = 1, name: str = "1f1b", micro_batches: int = 2) -> Config:
+    """The smallest model with every part: dense and MoE layers, MTP, a tied head."""
+    model = ModelConfig(
+        vocab_size=13, dim=8, num_layers=3, num_dense_layers=2, dense_hidden=8, num_heads=1, kv_lora_rank=4,
+        qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, num_experts=4, top_k=2, expert_hidden=4,
+        mtp_depth=1, tied_head=True, init_std=0.3,
+    )  # fmt: skip
+    return Config(
+        model=model,
+        moe=MoESection(aux_loss_weight=0.01),
+        parallel=ParallelConfig(pp=pp, dp=dp, ep=ep),
+        pipeline=PipelineConfig(schedule=name),
+        precision=PRECISIONS["fp64"],
+        optim=OptimConfig(),
+        train=TrainConfig(global_batch=micro_batches * dp, micro_batch=1, seq_len=LENGTH, steps=10),
+    )
+
+
+def rows(count: int, seed: int = 0) -> list[Batch]:
+    """Micro-batches of one row."""
+    stream = torch.randint(0, 13, (count, LENGTH + 2), generator=torch.Generator().manual_seed(seed))
+    tokens, labels = (torch.stack([stream[:, k + i : k + i + LENGTH] for k in (0, 1)]) for i in (0, 1))
+    place = torch.arange(LENGTH).expand(count, -1)
+    batch = Batch(tokens, labels, place, torch.zeros_like(place, dtype=torch.int32), None)
+    return [batch.slice_rows(i, i + 1) for i in range(count)]
+
+
+class Watched(Executor):
+    """Counts what is really alive: forward graphs, by a node in each, and weight gradients waiting."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor.stages, executor.groups)
+        self.graphs: list[weakref.ref[Any]] = []
+        self.peak_live = self.peak_graphs = self.peak_queued = self.peak_held = 0
+        for stage in self.stages.values():
+            stage.register_forward_hook(self._mark)
+
+    def _mark(self, _stage: Any, _inputs: Any, output: Any) -> Any:
+        x = _Marker.apply(output.x, self.graphs)
+        loss = None if output.loss is None else _Marker.apply(output.loss, [])
+        return replace(output, x=x, loss=loss)
+
+    def _forward(self, step: _Step, stage: int, m: int) -> None:
+        super()._forward(step, stage, m)
+        self._count(step)
+
+    def _backward(self, step: _Step, stage: int, m: int, defer: bool) -> None:
+        super()._backward(step, stage, m, defer)
+        self._count(step)
+
+    def _count(self, step: _Step) -> None:
+        alive, queued = sum(graph() is not None for graph in self.graphs), len(self.queue._batches)
+        assert alive == len(step.live), "a graph outlives its backward"
+        self.peak_live, self.peak_queued = max(self.peak_live, len(step.live)), max(self.peak_queued, queued)
+        self.peak_held = max(self.peak_held, alive + queued)
+
+
+class _Marker(torch.autograd.Function):
+    """The identity, with a node whose life can be watched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nodes: list[weakref.ref[Any]]) -> Tensor:
+        nodes.append(weakref.ref(ctx))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def run_once(trainer: Trainer, executor: Executor, lists: Sequence[Sequence[Action]], count: int) -> dict[str, Any]:
+    """One pass over `count` micro-batches: sums and raw gradients."""
+    batches = rows(count, seed=count)
+    trainer.optimizer.zero_grad()
+    pp = trainer.groups.layout.coordinate(trainer.groups.rank).pp
+    sums: StepSums = executor.run(lists[pp], batches, LossRule(count_items(batches), 0.3))
+    counts = trainer._take_expert_counts()
+    trainer.optimizer.reduce_gradients()
+    gradients = {(s.name, s.start): s.gradient.clone() for s in trainer.optimizer.named_gradient_shards()}
+    return {"loss_sums": sums.loss_sums, "aux": sums.aux, "gradients": gradients, "counts": counts}
+
+
+def _all_sizes(rank: int, pp: int, names: Sequence[str]) -> dict[tuple[str, int], Any]:
+    """Every schedule and number of micro-batches on one set of stages."""
+    found: dict[tuple[str, int], Any] = {}
+    log = CollectiveLog()
+    trainer = Trainer(tiny_config(pp, name=names[0], micro_batches=6), rank, torch.device("cpu"), log)
+    gc.disable()  # graphs must go by themselves
+    for name in names:
+        for count in MICRO_BATCHES:
+            try:
+                lists = schedule(name, pp, count)
+            except ConfigError as error:
+                found[name, count] = str(error)
+                continue
+            report = check(lists, num_stages(name, pp), count)
+            executor = Watched(trainer.executor)
+            log.records.clear()
+            result = run_once(trainer, executor, lists, count)
+            for stage in executor.stages.values():
+                stage._forward_hooks.clear()
+            assert executor.peak_live == report.peak_activations[rank], (name, count)
+            assert executor.peak_queued == report.peak_weight_gradients[rank], (name, count)
+            assert executor.peak_held == report.peak_held[rank], (name, count)
+            assert len(executor.queue) == 0
+            found[name, count] = result | {"log": list(log.records)}
+    return found
+
+
+def whole_gradients(ranks: list[dict[tuple[str, int], Tensor]]) -> dict[str, Tensor]:
+    """The shards of all ranks put together, by name."""
+    parts = sorted((key, part) for rank in ranks for key, part in ((k, v.tolist()) for k, v in rank.items()))
+    whole: dict[str, list[float]] = {}
+    for (name, start), part in parts:
+        assert start == len(whole.setdefault(name, [])), f"{name}: shards do not join"
+        whole[name] += part
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in whole.items()}
+
+
+def assert_same_order(logs: list[list[CollectiveRecord]], where: object) -> None:
+    """Each communicator was told the same by all its ranks; the messages of an edge by name, as they are tagged."""
+    orders: dict[str, set[tuple[str, ...]]] = {}
+    for log in logs:
+        own: dict[str, list[str]] = {}
+        for entry in log:
+            op = "message" if entry.op in ("send", "receive") else entry.op
+            own.setdefault(entry.communicator, []).append(f"{op} {entry.label} {entry.bytes}")
+        for communicator, entries in own.items():
+            orders.setdefault(communicator, set()).add(tuple(entries))
+    assert orders, where
+    assert all(len(found) == 1 for found in orders.values()), (where, orders)
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[int, dict[str, Any]]:
+    """One rank without any schedule worth the name: forward, backward, micro-batch by micro-batch."""
+    trainer = Trainer(tiny_config(), 0, torch.device("cpu"))
+    found = {}
+    for count in MICRO_BATCHES:
+        lists = [[Action(kind, m, 0) for m in range(count) for kind in (Kind.F, Kind.B)]]
+        found[count] = run_once(trainer, trainer.executor, lists, count)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pp", "names"),
+    [
+        (1, ("gpipe", "split_1f1b")),  # on one rank, 1f1b is the truth itself and zb_h1 nearly split_1f1b
+        (2, ONE_STAGE_A_RANK),
+        (4, ONE_STAGE_A_RANK),
+        (2, ("zbv", "dualpipev")),
+    ],
+    ids=["pp1", "pp2", "pp4", "pp2_in_a_v"],
+)
+def test_every_size_runs_or_is_refused_and_gives_the_same(
+    pp: int, names: tuple[str, ...], truth: dict[int, dict[str, Any]]
+) -> None:
+    """Fewer micro-batches than stages too. Refused sizes say what works; those that run equal one rank's gradients."""
+    results = run_ranks(pp, _all_sizes, pp, names, time_limit=40.0)
+    ran = 0
+    for name in names:
+        for count in MICRO_BATCHES:
+            found = [result[name, count] for result in results]
+            if isinstance(found[0], str):
+                assert name in ("zbv", "dualpipev") and len(set(found)) == 1
+                assert f"micro_batches={count}" in found[0] and "use" in found[0]
+                continue
+            ran += 1
+            expected = truth[count]
+            assert torch.equal(sum(each["loss_sums"] for each in found), expected["loss_sums"]), (name, count)
+            assert float(sum(each["aux"] for each in found)) == pytest.approx(float(expected["aux"]), rel=1e-12)
+            gradients = whole_gradients([each["gradients"] for each in found])
+            expected_gradients = whole_gradients([expected["gradients"]])
+            assert gradients.keys() == expected_gradients.keys()
+            for key, gradient in expected_gradients.items():
+                error = (gradients[key] - gradient).norm()
+                assert error <= 1e-12 * gradient.norm(), (name, count, key)
+            counts = {key: value for each in found for key, value in each["counts"].items()}
+            assert {key: value.tolist() for key, value in counts.items()} == {
+                key: value.tolist() for key, value in expected["counts"].items()
+            }
+            if pp > 1:
+                assert_same_order([each["log"] for each in found], (name, count))
+    assert ran == (7 if "zbv" in names else 6 * len(names))
+
+
+def actions(text: str) -> list[Action]:
+    """`F0 I0 W0 F1@3`: kind, micro-batch, stage (0 where it is not said)."""
+    found = []
+    for word in text.split():
+        micro_batch, _, stage = word[1:].partition("@")
+        found.append(Action(Kind(word[0]), int(micro_batch), int(stage or 0)))
+    return found
+
+
+@pytest.mark.parametrize("text", [
+    "F0 F1 B0", "F0 B0 F1 I1", "F0 F1 I0 I1 W0", "B0", "F0 B0 B0", "F0 W0", "F0 B0 W0", "F0 I0 W0 W0", "F0 F0 B0",
+    "F0 F1 I0 I0", "F0@5", "F0 B0@1", "F7 B7",
+])  # fmt: skip
+def test_lists_that_do_not_add_up_raise(text: str) -> None:
+    trainer = Trainer(tiny_config(), 0, torch.device("cpu"))
+    trainer.optimizer.zero_grad()
+    batches = rows(2)
+    with pytest.raises((ValueError, KeyError, IndexError)):
+        trainer.executor.run(actions(text), batches, LossRule(count_items(batches), 0.3))
+
+
+def test_a_job_refuses_another_number_of_micro_batches() -> None:
+    trainer = Trainer(tiny_config(micro_batches=2), 0, torch.device("cpu"))
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"{count} micro-batches: this job has 2"):
+            trainer.step(rows(count))
+    assert trainer.step(rows(2)).items.tokens == 2 * LENGTH
+
+
+def _two_holders(rank: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        Trainer(tiny_config(pp=2, name="dualpipe", micro_batches=4), rank, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_a_schedule_with_each_stage_on_two_ranks_is_refused() -> None:
+    assert all("use dualpipev or 1f1b" in message for message in run_ranks(2, _two_holders))
+
+
+def _generate(rank: int, pp: int, dp: int, ep: int, name: str) -> list[list[int]]:
+    trainer = Trainer(tiny_config(pp, dp, ep, name, micro_batches=4), rank, torch.device("cpu"))
+    found = [generate(trainer.executor, [1, 2, 3], 5, 64, seed=seed) for seed in (0, 1)]
+    return [*found, generate(trainer.executor, [1, 2, 3], 50, max_len=5)]
+
+
+def test_all_ranks_of_any_layout_draw_the_same_text() -> None:
+    expected = _generate(0, 1, 1, 1, "1f1b")
+    assert [len(text) for text in expected] == [8, 8, 5] and expected[0] != expected[1]
+    assert run_ranks(4, _generate, 2, 2, 2, "1f1b") == [expected] * 4
+    assert run_ranks(2, _generate, 2, 1, 1, "zbv") == [expected] * 2
