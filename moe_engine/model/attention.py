@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         k, v = self._keys_values(x, context, queue)
         scale = q.shape[-1] ** -0.5
         y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-        return self.out(y.transpose(1, 2).reshape(x.shape[0], self.out.weight.shape[1]), queue)
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], self.model.num_heads * self.model.v_head_dim), queue)
 
     def _queries(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> Tensor:
         """[B, S, H, nope + rope]."""
