@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.tokens import TokenStream
-from moe_engine.model.batch import IGNORE, Batch
+from moe_engine.model.batch import Batch
+from moe_engine.ops.loss import IGNORE
 
 _DISCOUNT = 0.75
 _LARGEST_VOCABULARY = 4096  # the table of all pairs is held whole: 128 MiB of float64

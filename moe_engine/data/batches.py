@@ -19,7 +19,8 @@ import torch
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.order import RowIndices, ordered_rows
 from moe_engine.data.tokens import TokenStream
-from moe_engine.model.batch import IGNORE, Batch
+from moe_engine.model.batch import Batch
+from moe_engine.ops.loss import IGNORE
 
 
 class PackedDataset:

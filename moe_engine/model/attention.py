@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.batch import Batch
-from moe_engine.model.layers import Linear, RMSNorm
+from moe_engine.model.layers import RMSNorm
+from moe_engine.ops.linear import Linear
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 # Up to this length a plain softmax(QK^T)V beats torch's CPU flash path, forward and backward.

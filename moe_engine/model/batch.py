@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IGNORE = -100  # a label that is no target
+from moe_engine.ops.loss import IGNORE
 
 
 @dataclass(frozen=True)

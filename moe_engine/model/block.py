@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from moe_engine.config.schema import ModelConfig, MoESection, moe_layer_config
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.model.attention import LatentAttention, SequenceContext
-from moe_engine.model.layers import DenseMLP, RMSNorm
+from moe_engine.model.layers import RMSNorm
 from moe_engine.moe.layer import Arrived, MoELayer, Packed
+from moe_engine.moe.mlp import DenseMLP
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 

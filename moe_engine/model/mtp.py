@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.attention import SequenceContext
 from moe_engine.model.block import Block
-from moe_engine.model.layers import Linear, RMSNorm
+from moe_engine.model.layers import RMSNorm
+from moe_engine.ops.linear import Linear
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 

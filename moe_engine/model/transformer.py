@@ -189,7 +189,7 @@ def fixed_point_sum(losses: Tensor) -> Tensor:
 
 
 def mean_losses(loss_sums: Tensor, targets: Sequence[int]) -> list[float]:
-    """Nats per target from the `fixed_point_sum`s [2, n] of n losses; 0 without targets, NaN when one was not finite."""
+    """Nats per target from the `fixed_point_sum`s [2, n] of n losses; 0 without targets, NaN if one was not finite."""
     sums, not_finite = loss_sums.tolist()
     return [
         math.nan if bad else total / FIXED_POINT / max(n, 1)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from moe_engine.moe.dispatch import Rows
 from moe_engine.ops.activation import swiglu
 from moe_engine.ops.grouped_linear import grouped_linear
-from moe_engine.ops.linear import Linear
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
 from moe_engine.ops.wgrad_queue import WgradQueue
 
@@ -44,19 +43,3 @@ class Experts(nn.Module):
         x = permute(rows.x, order.rows)  # [N, D]
         hidden = swiglu(grouped_linear(x, self.gate_up, order.counts, queue), weights)  # [N, F]
         return unpermute(grouped_linear(hidden, self.down, order.counts, queue), order.rows)
-
-
-class SharedExpert(nn.Module):
-    """SwiGLU MLP of width `hidden` (several shared experts are one wider one)."""
-
-    def __init__(
-        self, dim: int, hidden: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> None:
-        super().__init__()
-        self.gate_up = Linear(dim, 2 * hidden, dtype, device)
-        self.down = Linear(hidden, dim, dtype, device)
-
-    def forward(self, x: Tensor, queue: WgradQueue | None = None) -> Tensor:
-        """x [..., D] -> [..., D]."""
-        out: Tensor = self.down(swiglu(self.gate_up(x, queue)), queue)
-        return out

@@ -24,7 +24,8 @@ from moe_engine.config.schema import MoEConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import sequence_balance_loss, update_expert_bias
-from moe_engine.moe.experts import Experts, SharedExpert
+from moe_engine.moe.experts import Experts
+from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router
 from moe_engine.ops.random import normal
@@ -78,10 +79,10 @@ class MoELayer(nn.Module):
         self.router = Router(config, dtype, device)
         num_local, first = self.placement.num_local, self.placement.first(self.ep.rank)
         self.experts = Experts(num_local, first, config.dim, config.expert_hidden, dtype, device)
-        self.shared: SharedExpert | None = None
+        self.shared: DenseMLP | None = None
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden
-            self.shared = SharedExpert(config.dim, shared_hidden, dtype, device)
+            self.shared = DenseMLP(config.dim, shared_hidden, dtype, device)
         self.reset_parameters(name, seed)
 
     @torch.no_grad()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.model.batch import IGNORE, Batch, ItemCounts
+from moe_engine.model.batch import Batch, ItemCounts
 from moe_engine.model.transformer import LossRule
+from moe_engine.ops.loss import IGNORE
 from moe_engine.pipeline.executor import Executor
 
 ROW_BLOCK = 32  # rows grow by this much, so that few different lengths occur
