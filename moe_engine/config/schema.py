@@ -131,7 +131,7 @@ class DataConfig:
     cache_dir: str = "data_cache"
     mask_documents: bool = True  # attention, positions and targets stop at a document's border
     validation_fraction: float = 0.05  # of the files
-    max_bytes: int = 0  # stop reading text after this much; 0: read all
+    max_bytes: int = 0  # never take more text than this; 0: all of it
 
 
 @dataclass

@@ -50,12 +50,13 @@ IGNORED = Kind("no_targets_at_all", valid=dict.fromkeys(range(ROWS), 0.0))
 PADDED = Kind("a_rank_of_padding_alone", padded={0: 5, 1: 0, 2: 8, 3: 1})
 SKEWED = Kind("everything_goes_to_one_rank", skew=True, valid={1: 0.5})
 KINDS = [SINGLE, NONE, IGNORED, PADDED, SKEWED]
-LAYOUTS = [(1, 4, 4), (2, 2, 2), (4, 1, 1), (1, 4, 2)]  # pp, dp, ep
+LAYOUTS = [(1, 4, 4), (2, 2, 2), (4, 1, 1)]  # pp, dp, ep
 
 
-def make_config(kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, **changes: Any) -> Config:
+def make_config(kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, tied: bool | None = None) -> Config:
+    """The harness's model made smaller; with a tied head at pp=4, where no two stages are on one rank."""
     config = config_of(Case(pp=pp, dp=dp, ep=ep, schedule="split_1f1b" if dp > 1 else "1f1b"))
-    config.model = replace(config.model, num_layers=3, dim=16, tied_head=pp == 4, **changes)
+    config.model = replace(config.model, num_layers=3, dim=16, tied_head=pp == 4 if tied is None else tied)
     config.moe = replace(config.moe, aux_loss_weight=kind.aux_weight, combine="exact" if ep == 4 else "dedup")
     config.train = replace(config.train, global_batch=ROWS, micro_batch=1, seq_len=LENGTH)
     return config
@@ -90,7 +91,7 @@ def set_biases(trainer: Trainer, kind: Kind) -> None:
 
 
 def _run(rank: int, jobs: list[tuple[Config, Kind]]) -> list[dict[str, Any]]:
-    """Each job one step: result, raw gradients, initial values."""
+    """Each job one step: initial values as they should be, then raw gradients and the result."""
     found = []
     for config, kind in jobs:
         trainer = Trainer(config, rank, torch.device("cpu"))
@@ -98,10 +99,12 @@ def _run(rank: int, jobs: list[tuple[Config, Kind]]) -> list[dict[str, Any]]:
         own = ROWS // trainer.groups.data.size
         first = trainer.groups.data.rank * own
         batch = make_batch(kind)
-        before = [(s.name, s.start, s.shape, s.states["master"].clone()) for s in trainer.optimizer.named_shards()]
+        for shard in trainer.optimizer.named_shards():
+            expected = initial_values(config.model.tied_head)[shard.name].view(-1)[shard.start : shard.end]
+            assert torch.equal(shard.states["master"], expected), shard.name
         gradients = trainer.accumulate([batch.slice_rows(i, i + 1) for i in range(first, first + own)])
         raw = [(s.name, s.start, s.shape, s.gradient.clone()) for s in trainer.optimizer.named_gradient_shards()]
-        found.append({"values": before, "gradients": raw, "result": trainer.update(gradients)})
+        found.append({"gradients": raw, "result": trainer.update(gradients)})
     return found
 
 
@@ -121,24 +124,46 @@ def whole(ranks: list[list[tuple[str, int, torch.Size, Tensor]]]) -> dict[str, T
 def runs(layout: tuple[int, int, int]) -> dict[str, list[dict[str, Any]]]:
     """All kinds in one layout, by kind: what each rank found."""
     pp, dp, ep = layout
+    initial_values(pp == 4)  # made here, so that the ranks need not
     jobs = [(make_config(kind, pp, dp, ep), kind) for kind in KINDS]
     results = run_ranks(pp * dp, _run, jobs, time_limit=40.0)
     return {kind.name: [result[i] for result in results] for i, kind in enumerate(KINDS)}
 
 
-def plain_truth(kind: Kind, config: Config, values: dict[str, Tensor]) -> tuple[PlainResult, dict[str, Tensor]]:
-    parameters = {name: value.clone().requires_grad_() for name, value in values.items()}
+@cache
+def initial_values(tied: bool) -> dict[str, Tensor]:
+    """The parameters at step 0, from one rank: by name and seed they are the same in every layout."""
+    shards = Trainer(make_config(SINGLE, tied=tied), 0, torch.device("cpu")).optimizer.named_shards()
+    return {s.name: s.states["master"].view(s.shape).clone() for s in shards}
+
+
+@cache
+def truth(kind: Kind, tied: bool) -> tuple[PlainResult, dict[str, Tensor]]:
+    """The plain model's losses and gradients."""
+    parameters = {name: value.clone().requires_grad_() for name, value in initial_values(tied).items()}
     biases: dict[str, Tensor] = {}
     if kind.skew:
-        names = {name.rpartition(".router")[0] for name in values if name.endswith("router.weight")}
-        biases = {f"{name}.router.expert_bias": torch.tensor([10.0] * 3 + [0.0] * 5) for name in names}
-    batch = make_batch(kind)
-    keep = torch.ones(batch.shape, dtype=torch.bool) if batch.token_mask is None else batch.token_mask
-    rows = PlainRows(batch.tokens, batch.labels, batch.document_ids, keep)
-    result = PlainV3(config.model, parameters, biases).loss(rows, kind.aux_weight, config.train.mtp_loss_weight)
+        names = [name for name in parameters if name.endswith("router.weight")]
+        biases = {name.replace("weight", "expert_bias"): torch.tensor([10.0] * 3 + [0.0] * 5) for name in names}
+    config = make_config(kind, tied=tied)
+    plain = PlainV3(config.model, parameters, biases)
+    result = plain.loss(plain_rows(kind), kind.aux_weight, config.train.mtp_loss_weight)
     assert result.margin > 1e-7, "a near-tie in the routing: choose another seed"
     result.total.backward()
     return result, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+
+
+def plain_rows(kind: Kind) -> PlainRows:
+    batch = make_batch(kind)
+    keep = torch.ones(batch.shape, dtype=torch.bool) if batch.token_mask is None else batch.token_mask
+    return PlainRows(batch.tokens, batch.labels, batch.document_ids, keep)
+
+
+def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).norm())
+        assert error <= TOLERANCE * float(gradient.norm()), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -146,13 +171,8 @@ def plain_truth(kind: Kind, config: Config, values: dict[str, Tensor]) -> tuple[
 def test_odd_batches_equal_the_plain_model_in_every_layout(layout: tuple[int, int, int], kind: Kind) -> None:
     """Losses, every raw gradient, the norm and the counts."""
     found = runs(layout)[kind.name]
-    config = make_config(kind, *layout)
-    values, gradients = (whole([each[key] for each in found]) for key in ("values", "gradients"))
-    expected, expected_gradients = plain_truth(kind, config, values)
-    assert gradients.keys() == expected_gradients.keys()
-    for name, gradient in expected_gradients.items():
-        error = float((gradients[name] - gradient).norm())
-        assert error <= TOLERANCE * float(gradient.norm()), f"{name}: {error}"
+    expected, expected_gradients = truth(kind, tied=layout[0] == 4)
+    assert_gradients(whole([each["gradients"] for each in found]), expected_gradients)
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected_gradients.values()))
     counts: dict[str, list[int]] = {}
     for result in (each["result"] for each in found):
@@ -195,13 +215,10 @@ def test_the_last_routers_gradient_from_the_balance_loss_is_coefficient_times_th
     layout: tuple[int, int, int],
 ) -> None:
     """d/d logit_j of sum_i f_i P_i is (f_j - sum_i f_i s'_i) s'_j (1 - s_j) / n; nothing after the last router adds to it."""
-    found = runs(layout)[IGNORED.name]
-    values, gradients = (whole([each[key] for each in found]) for key in ("values", "gradients"))
-    config = make_config(IGNORED, *layout)
-    batch = make_batch(IGNORED)
+    gradients = whole([each["gradients"] for each in runs(layout)[IGNORED.name]])
+    config, values = make_config(IGNORED, *layout), initial_values(layout[0] == 4)
     plain = RouterInputs(config.model, values)
-    rows = PlainRows(batch.tokens, batch.labels, batch.document_ids, torch.ones(batch.shape, dtype=torch.bool))
-    plain.loss(rows, 0.0, 0.0)
+    plain.loss(plain_rows(IGNORED), 0.0, 0.0)
     E, K, name = config.model.num_experts, config.model.top_k, "mtp.0.block.moe"
     weight, expected = values[f"{name}.router.weight"], torch.zeros(E, config.model.dim, dtype=torch.float64)
     for x in plain.seen[name]:
@@ -236,17 +253,14 @@ def _empty_rows(rank: int, dp: int, ep: int) -> dict[str, Any]:
     batch, nothing = make_batch(SINGLE), make_batch(SINGLE).slice_rows(0, 0)
     gradients = trainer.accumulate([batch if rank == 0 else nothing, nothing])
     raw = [(s.name, s.start, s.shape, s.gradient.clone()) for s in trainer.optimizer.named_gradient_shards()]
-    values = [(s.name, s.start, s.shape, s.states["master"].clone()) for s in trainer.optimizer.named_shards()]
-    return {"gradients": raw, "values": values, "result": trainer.update(gradients)}
+    return {"gradients": raw, "result": trainer.update(gradients)}
 
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (2, 2), (2, 1)])
 def test_a_rank_without_rows_and_an_empty_micro_batch_change_nothing(dp: int, ep: int) -> None:
     found = run_ranks(dp, _empty_rows, dp, ep)
-    values, gradients = (whole([each[key] for each in found]) for key in ("values", "gradients"))
-    expected, expected_gradients = plain_truth(SINGLE, make_config(SINGLE, 1, dp, ep), values)
-    for name, gradient in expected_gradients.items():
-        assert float((gradients[name] - gradient).norm()) <= TOLERANCE * float(gradient.norm()), name
+    expected, expected_gradients = truth(SINGLE, tied=False)
+    assert_gradients(whole([each["gradients"] for each in found]), expected_gradients)
     for each in found:
         assert each["result"].loss == pytest.approx(expected.main, rel=TOLERANCE)
         assert each["result"].aux_loss == pytest.approx(expected.aux, rel=TOLERANCE)
@@ -267,8 +281,8 @@ def _unit_norm(rank: int, pp: int, dp: int, ep: int, name: str) -> tuple[float, 
         for named in trainer.named:
             sharers = (trainer.groups.expert if named.expert else trainer.groups.dense)[named.holders]
             if sharers.rank == sharers.size - 1:
-                for piece_name, grad in zip(named.names, named.parameter.grad if named.expert else [named.parameter.grad],
-                                            strict=True):  # fmt: skip
+                grads = list(named.parameter.grad) if named.expert else [named.parameter.grad]
+                for piece_name, grad in zip(named.names, grads, strict=True):
                     grad.fill_(len(piece_name) if constant else 1.0)
         trainer.optimizer.reduce_gradients()
         norms.append(trainer.optimizer.gradient_norm())

@@ -21,7 +21,16 @@ from moe_engine.layout import Layout, Placement, split_stages
 from moe_engine.schedule import schedules
 from moe_engine.trainer import Trainer
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 SIZES = (0, 1, 2, 5, 67)
 
 

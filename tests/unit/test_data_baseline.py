@@ -16,7 +16,7 @@ from moe_engine.data import baseline
 from moe_engine.data.baseline import BigramModel, count_pairs
 from moe_engine.data.batches import PackedDataset
 from moe_engine.data.tokens import TokenStream, TokenWriter
-from moe_engine.model.batch import IGNORE
+from moe_engine.ops.loss import IGNORE
 
 V = 5
 DOCUMENTS = st.lists(st.lists(st.integers(0, V - 1), max_size=12), max_size=8)

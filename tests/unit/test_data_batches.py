@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.batches import PackedDataset, micro_batches
 from moe_engine.data.tokens import TokenStream, TokenWriter
-from moe_engine.model.batch import IGNORE, Batch, count_items
+from moe_engine.model.batch import Batch, count_items
+from moe_engine.ops.loss import IGNORE
 
 END = 99
 HAND_WRITTEN = [[10, 11, 12, END], [20, 21, END], [30, 31, 32, 33, END]]

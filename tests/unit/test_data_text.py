@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.data import text
 from moe_engine.data.text import ByteTokenizer, Document, choose_documents, find_files, split_documents
 
 Tree = Callable[[Mapping[str, str | bytes]], Path]
@@ -166,7 +166,7 @@ def test_no_path_means_the_standard_library_without_tests_and_packages() -> None
 
 
 def test_a_packed_standard_library_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"stdlib": "/nowhere/python311.zip"})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": "/nowhere/python311.zip"})
     with pytest.raises(ConfigError, match=r"data.text_paths=\[\].*python311.zip.*text of your own"):
         find_files([])
 

@@ -79,7 +79,9 @@ def test_of_needs_a_resolved_configuration() -> None:
         Layout.of(ParallelConfig())
 
 
-SIZES = [(layers, depth, n) for layers in range(1, 14) for depth in range(4) for n in range(1, layers + (depth > 0) + 1)]
+SIZES = [
+    (layers, depth, n) for layers in range(1, 14) for depth in range(4) for n in range(1, layers + (depth > 0) + 1)
+]
 
 
 def test_stages_cover_every_layer_once_as_evenly_as_can_be() -> None:

@@ -100,9 +100,7 @@ def engine_accumulate(trainer: Trainer, batch: Batch) -> StepGradients:
     return trainer.accumulate([batch.slice_rows(i, i + size) for i in range(0, ROWS, size)])
 
 
-def plain_loss(
-    config: Config, parameters: dict[str, Tensor], biases: dict[str, Tensor], batch: Batch
-) -> PlainResult:
+def plain_loss(config: Config, parameters: dict[str, Tensor], biases: dict[str, Tensor], batch: Batch) -> PlainResult:
     keep = torch.ones(batch.shape, dtype=torch.bool) if batch.token_mask is None else batch.token_mask
     rows = PlainRows(batch.tokens, batch.labels, batch.document_ids, keep)
     plain = PlainV3(config.model, parameters, biases)
