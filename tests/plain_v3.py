@@ -34,7 +34,7 @@ class PlainRows:
 
 @dataclass
 class PlainResult:
-    """Losses of the whole batch. `main` and `mtp` are means over valid targets, `aux` is the weighted mean over rows."""
+    """Losses of the whole batch. `main` and `mtp` are means over targets, `aux` is the weighted mean over rows."""
 
     main: float
     mtp: list[float]

@@ -71,9 +71,7 @@ class MoEConfig:
 class MoESection:
     """Section `moe`: how the experts of a run are balanced and reached."""
 
-    combine: str = (
-        "dedup"  # dedup: one row per (token, destination rank) | exact: one per (token, expert), bit-equal across ep
-    )
+    combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
     aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
 

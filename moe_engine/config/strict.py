@@ -88,7 +88,7 @@ def not_a_value(name: str, value: Any, known: Mapping[str, Option]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the `known` names that `name` may stand for, by their last words: the same word, else near ones."""
+    """Up to three `known` names that `name` may stand for, by their last words: the same word, else near ones."""
     section, _, word = name.rpartition(".")
     by_word: dict[str, list[str]] = {}
     for other in known:

@@ -304,6 +304,11 @@ def _check_batch(rules: _Rules, world: int | None) -> None:
     if not rules.sound(batch, micro_batch, *(f"parallel.{axis}" for axis in ("pp", "dp", "cp", "ep", "tp"))):
         return
     dp = _data_parallel(rules.config, world)
+    evaluated = "train.eval_sequences"
+    if rules.sound(evaluated) and rules[evaluated] % dp:
+        rules.refuse(
+            evaluated, f"must be a multiple of parallel.dp={dp}; use {evaluated}={rules[evaluated] // dp * dp}"
+        )
     unit = dp * rules[micro_batch]
     if rules[batch] % unit:
         below = rules[batch] // unit * unit

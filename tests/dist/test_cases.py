@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 - before the fork: 1 s at a rank's first backward
 from layouts import Case, config_of
 from plain_v3 import PlainResult, PlainRows, PlainV3
 from ranks import run_ranks
@@ -214,7 +215,7 @@ class RouterInputs(PlainV3):
 def test_the_last_routers_gradient_from_the_balance_loss_is_coefficient_times_the_formula(
     layout: tuple[int, int, int],
 ) -> None:
-    """d/d logit_j of sum_i f_i P_i is (f_j - sum_i f_i s'_i) s'_j (1 - s_j) / n; nothing after the last router adds to it."""
+    """d/d logit_j of sum_i f_i P_i is (f_j - sum_i f_i s'_i) s'_j (1 - s_j) / n; no later layer adds to it."""
     gradients = whole([each["gradients"] for each in runs(layout)[IGNORED.name]])
     config, values = make_config(IGNORED, *layout), initial_values(layout[0] == 4)
     plain = RouterInputs(config.model, values)

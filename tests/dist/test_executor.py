@@ -1,4 +1,4 @@
-"""The one executor on real stages: every small size of every schedule, memory as `check` says, and wrong lists refused."""
+"""The one executor on real stages: every small size of each schedule, memory as `check` says, wrong lists refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 - before the fork: 1 s at a rank's first backward
 from layouts import PRECISIONS
 from ranks import run_ranks
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Communicators: every operation against what it should give, on every dtype; who is in which; and a deadlock is red."""
+"""Communicators: every operation on every dtype, who is in which, and that a deadlock is red."""
 
 from __future__ import annotations
 

@@ -22,7 +22,11 @@ def train(config):
     from moe_engine.config.errors import ConfigError
     rank, mode = int(os.environ["RANK"]), os.environ["MODE"]
     print("rank", rank, "of", os.environ["WORLD_SIZE"], "threads", os.environ["OMP_NUM_THREADS"], flush=True)
-    open(os.path.join(os.environ["MARKS"], f"started{rank}"), "w").write(str(os.getpid()))
+    marks = [os.path.join(os.environ["MARKS"], f"started{r}") for r in range(2)]
+    with open(marks[rank], "w") as file:
+        file.write(str(os.getpid()))
+    while not all(os.path.exists(mark) for mark in marks):  # both run before one fails
+        time.sleep(0.05)
     if mode == "meet":
         import torch.distributed as dist
         dist.init_process_group("gloo")

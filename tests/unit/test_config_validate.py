@@ -132,6 +132,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "train.global_batch=3: must be a multiple of parallel.dp * train.micro_batch = 2 * 4; use train.global_batch=8",
     ),
     (
+        {"train__eval_sequences": 63, "parallel__dp": 2},
+        "train.eval_sequences=63: must be a multiple of parallel.dp=2; use train.eval_sequences=62",
+    ),
+    (
         {"pipeline__micro_batches": 3},
         "pipeline.micro_batches=3: train.global_batch / (parallel.dp * train.micro_batch) = 4 here; "
         "leave it out, or use train.global_batch=12",

@@ -1,4 +1,4 @@
-"""One rank of the real engine, in float64, equals a plain model written from the paper: the truth behind the layouts."""
+"""One rank of the engine, in float64, equals a plain model written from the paper: the truth behind the layouts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ VARIANTS = [
     Variant("tied_head", {"tied_head": True, "mtp_depth": 2}),
     Variant("direct_queries_without_mtp", {"q_lora_rank": 0, "mtp_depth": 0}, documents=1),
     Variant("two_mtp_depths_and_padding", {"mtp_depth": 2}, padding=True, bias=0.05),
-    Variant("softmax_max_not_normalised", {"score_function": "softmax", "group_score": "max", "normalize_weights": False}),
+    Variant("softmax_not_normalised", {"score_function": "softmax", "group_score": "max", "normalize_weights": False}),
     Variant("softmax_normalised_one_group", {"score_function": "softmax", "num_groups": 1, "top_groups": 1}, bias=0.02),
     Variant("sigmoid_not_normalised", {"normalize_weights": False, "num_shared_experts": 2}, documents=LENGTH),
-    Variant("all_experts_no_shared", {"top_k": 8, "num_groups": 1, "top_groups": 1, "num_shared_experts": 0}, micro_batch=4),
+    Variant("all_experts", {"top_k": 8, "num_groups": 1, "top_groups": 1, "num_shared_experts": 0}, micro_batch=4),
     Variant("one_expert_dense_everywhere_else", {"top_k": 1, "num_dense_layers": 3, "tied_head": True}, padding=True),
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def make_config(variant: Variant) -> Config:
 
 
 def make_batch(variant: Variant, depths: int, step: int = 0) -> Batch:
-    """Ragged documents (also of one token), ragged targets, and by option rows that end in padding (one is all padding)."""
+    """Ragged documents (also of one token) and targets; by option rows end in padding, one of them is nothing else."""
     chance = torch.Generator().manual_seed(step)
     shape = (ROWS, LENGTH)
     stream = torch.randint(0, VOCAB, (ROWS, LENGTH + depths), generator=chance)

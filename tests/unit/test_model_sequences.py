@@ -1,4 +1,4 @@
-"""What a token's loss may depend on: its own document and nothing else. And what evaluation and recompute must not move."""
+"""What a token's loss may depend on: its document and nothing else. And what evaluation and recompute must not move."""
 
 from __future__ import annotations
 
