@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import MoEConfig
+from moe_engine.config.validate import validate_moe
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import sequence_balance_loss, update_expert_bias
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_config(config)
+        validate_moe(config)
         if ep_group is not None:
             ep = ep_counts = Communicator.of_group(ep_group)
         self.config = config
@@ -181,41 +181,3 @@ class MoELayer(nn.Module):
         counts = self.ep_counts.all_reduce_sum(self.router.num_tokens_per_expert, "balance")
         update_expert_bias(self.router.expert_bias, counts, self.config.bias_step)
         self.router.num_tokens_per_expert.zero_()
-
-
-def check_config(config: MoEConfig) -> None:
-    """Raise one ConfigError with a line for every value that breaks a rule."""
-    E, K, G, kept = config.num_experts, config.top_k, config.num_groups, config.top_groups
-    errors = [
-        f"{name}={value}: must be at least 1, for example 1"
-        for name in ("dim", "expert_hidden", "num_experts", "top_k", "num_groups", "top_groups")
-        if (value := getattr(config, name)) < 1
-    ]
-    for name, choices in (
-        ("score_function", ("sigmoid", "softmax")),
-        ("group_score", ("sum_top2", "max")),
-        ("combine", ("dedup", "exact")),
-    ):
-        if getattr(config, name) not in choices:
-            errors.append(f"{name}={getattr(config, name)}: must be one of {', '.join(choices)}")
-    if not errors:
-        errors += _group_errors(E, K, G, kept, config.group_score)
-    if errors:
-        raise ConfigError("\n".join(errors))
-
-
-def _group_errors(E: int, K: int, G: int, kept: int, group_score: str) -> list[str]:
-    if E % G:
-        return [f"num_groups={G}: must divide num_experts={E}, for example num_groups=1"]
-    errors = []
-    if kept > G:
-        errors.append(f"top_groups={kept}: at most num_groups={G}")
-    elif kept * (E // G) < K:
-        errors.append(
-            f"top_k={K}: the top_groups={kept} groups of a token hold {kept * (E // G)} experts; use at most that"
-        )
-    if kept < G and group_score == "sum_top2" and E // G < 2:
-        errors.append(
-            f"group_score=sum_top2: needs groups of at least 2 experts, these have {E // G}; use group_score=max"
-        )
-    return errors
