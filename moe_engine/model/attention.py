@@ -52,13 +52,18 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
         shape=batch.shape,
         cos=angles.cos().to(wide),
         sin=angles.sin().to(wide),
-        allowed=_document_mask(batch.document_ids),
+        allowed=_document_mask(batch.document_ids, batch.token_mask),
         token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
     )
 
 
-def _document_mask(document_ids: Tensor) -> Tensor | None:
-    """Causal and within one document: [B, 1, S, S] bool; None when every row is one document."""
+def _document_mask(document_ids: Tensor, token_mask: Tensor | None) -> Tensor | None:
+    """Causal and within one document: [B, 1, S, S] bool; None when every row is one document.
+
+    Padding, wherever it stands, is a document of its own.
+    """
+    if token_mask is not None:
+        document_ids = document_ids.where(token_mask, -1)
     if bool((document_ids == document_ids[:, :1]).all()):
         return None
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]

@@ -16,7 +16,7 @@ from moe_engine.config.schema import Config
 from moe_engine.model.batch import IGNORE, Batch
 from moe_engine.trainer import StepGradients, Trainer
 
-ROWS, LENGTH, VOCAB = 4, 11, 61
+ROWS, LENGTH, VOCAB = 4, 9, 61
 TOLERANCE = 1e-10
 
 
@@ -30,19 +30,20 @@ class Variant:
     padding: bool = False
     bias: float = 0.0  # spread of the balancing biases
     micro_batch: int = 2
+    steps: int = 1
 
     def __str__(self) -> str:
         return self.name
 
 
 VARIANTS = [
-    Variant("as_it_is", bias=0.05),
+    Variant("as_it_is", bias=0.05, steps=2),
     Variant("tied_head", {"tied_head": True, "mtp_depth": 2}),
     Variant("direct_queries_without_mtp", {"q_lora_rank": 0, "mtp_depth": 0}, documents=1),
-    Variant("two_mtp_depths_and_padding", {"mtp_depth": 2}, padding=True, bias=0.05),
+    Variant("two_mtp_depths_and_padding", {"mtp_depth": 2}, padding=True, bias=0.05, steps=2),
     Variant("softmax_not_normalised", {"score_function": "softmax", "group_score": "max", "normalize_weights": False}),
     Variant("softmax_normalised_one_group", {"score_function": "softmax", "num_groups": 1, "top_groups": 1}, bias=0.02),
-    Variant("sigmoid_not_normalised", {"normalize_weights": False, "num_shared_experts": 2}, documents=LENGTH),
+    Variant("sigmoid_not_normalised", {"normalize_weights": False, "num_shared_experts": 2}, documents=6),
     Variant("all_experts", {"top_k": 8, "num_groups": 1, "top_groups": 1, "num_shared_experts": 0}, micro_batch=4),
     Variant("one_expert_dense_everywhere_else", {"top_k": 1, "num_dense_layers": 3, "tied_head": True}, padding=True),
 ]  # fmt: skip
@@ -116,7 +117,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_losses_gradients_counts_and_two_updates_equal_the_plain_model(variant: Variant) -> None:
+def test_losses_gradients_counts_and_updates_equal_the_plain_model(variant: Variant) -> None:
     trainer, config = make_trainer(variant), make_config(variant)
     parameters = parameters_of(trainer)
     decayed = [name for name, p in parameters.items() if p.dim() == 2 and not name.endswith("router.weight")]
@@ -129,7 +130,7 @@ def test_losses_gradients_counts_and_two_updates_equal_the_plain_model(variant: 
         eps=config.optim.eps,
     )
     biases = {name: bias.clone() for name, bias in biases_of(trainer).items()}
-    for step in range(2):
+    for step in range(variant.steps):
         batch = make_batch(variant, 1 + config.model.mtp_depth, step)
         adamw.zero_grad()
         expected = plain_loss(config, parameters, biases, batch)

@@ -186,26 +186,38 @@ def test_long_rows_have_the_same_bits_beside_any_others(precision: str, monkeypa
             assert torch.equal(watch.of(stage, batch.slice_rows(start, stop), rule)[0], whole[:, start:stop])
 
 
-def padded(batch: Batch, extra: int, token: int) -> Batch:
-    """The batch with `extra` padding tokens at the end of each row, in its last document."""
-    B, S = batch.shape
+def padded(batch: Batch, extra: int, token: int, place: int | None = None) -> Batch:
+    """The batch with `extra` padding tokens in each row, before the token at `place` (at the end), in its document."""
+    S = batch.shape[1]
+    place = S if place is None else place
 
-    def append(x: Tensor, value: int) -> Tensor:
-        return torch.cat((x, torch.full((*x.shape[:-1], extra), value, dtype=x.dtype)), dim=-1)
+    def insert(x: Tensor, padding: Tensor | int) -> Tensor:
+        middle = torch.empty(*x.shape[:-1], extra, dtype=x.dtype).copy_(torch.as_tensor(padding))
+        return torch.cat((x[..., :place], middle, x[..., place:]), dim=-1)
 
-    mask = torch.arange(S + extra).expand(B, -1) < S
-    last = batch.document_ids[:, -1:].expand(B, extra)
-    positions = torch.cat((batch.positions, batch.positions[:, -1:] + torch.arange(1, extra + 1)), dim=1)
-    ids = torch.cat((batch.document_ids, last), dim=1)
-    return Batch(append(batch.tokens, token), append(batch.labels, IGNORE), positions, ids, mask)
+    beside = slice(place - 1, place) if place else slice(0, 1)
+    mask = insert(torch.ones_like(batch.positions), 0).bool()
+    return Batch(
+        insert(batch.tokens, token),
+        insert(batch.labels, IGNORE),
+        insert(batch.positions, 0),
+        insert(batch.document_ids, batch.document_ids[:, beside]),
+        mask,
+    )
 
 
-def test_appended_padding_changes_nothing() -> None:
-    """Loss, MTP and balance losses, every gradient, counts and biases; whatever stands in the padding."""
+def test_padding_changes_nothing() -> None:
+    """Losses, every gradient and the counts; at the end, before or inside a document, and whatever stands there."""
     config = small_config()
     batch = documents([[12], [5, 7], [1, 11], [6, 6]], depths=2)
     results = []
-    for each in (batch, padded(batch, 5, 3), padded(batch, 5, 60), padded(batch, 1, 0)):
+    for each in (
+        batch,
+        padded(batch, 5, 3),
+        padded(batch, 1, 60),
+        padded(batch, 3, 7, place=0),
+        padded(batch, 2, 0, 4),
+    ):
         trainer = trainer_of(config)
         gradients = trainer.accumulate([each])
         results.append((gradients_of(trainer), trainer.update(gradients)))
