@@ -49,6 +49,7 @@ class Job:
         self.trainer = Trainer(config, rank, device)
         self.world = self.trainer.groups.world
         self.data = self._dataset("train")
+        self.validation = self._validation_rows()
         path = Path(config.run.dir) / config.run.name
         self.checkpoints = path / "checkpoints"
         if config.run.resume:
@@ -96,6 +97,13 @@ class Job:
             seed=self.config.train.seed,
             name=name,
         )
+
+    def _validation_rows(self) -> Batch | None:
+        """All ranks' validation rows, read at the start: too little text is a mistake to learn of before training."""
+        if not self.config.train.eval_sequences:
+            return None
+        dataset = self._dataset("validation")
+        return dataset.batch(dataset.fixed_rows(self.config.train.eval_sequences))
 
     def _batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step."""
@@ -147,13 +155,11 @@ class Job:
 
     def _evaluate(self) -> dict[str, Any]:
         """Validation loss beside that of bigram counts of the same training tokens, on the same targets."""
-        count = self.config.train.eval_sequences
-        if not count:
+        rows = self.validation
+        if rows is None:
             return {}
-        dataset = self._dataset("validation")
-        rows = dataset.batch(dataset.fixed_rows(count))
         data = self.trainer.groups.data
-        own, micro_batch = count // data.size, self.config.train.micro_batch
+        own, micro_batch = rows.shape[0] // data.size, self.config.train.micro_batch
         batches = [
             rows.slice_rows(i, min(i + micro_batch, (data.rank + 1) * own)).to(self.device)
             for i in range(data.rank * own, (data.rank + 1) * own, micro_batch)

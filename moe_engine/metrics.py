@@ -100,9 +100,11 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         path.mkdir(parents=True, exist_ok=True)
         self._tensorboard: Any = None
+        self._first_step = 0
 
     def begin(self, config_yaml: str, first_step: int) -> None:
         """Record what runs and where. Lines of steps from `first_step` on, left by an earlier try, are dropped."""
+        self._first_step = first_step
         (self.path / "config.yaml").write_text(config_yaml)
         (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
         kept = [line for line in self.history() if line["step"] < first_step]
@@ -129,7 +131,7 @@ class RunFolder:
         if self._tensorboard is None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and not needed by other ranks
 
-            self._tensorboard = SummaryWriter(str(self.path / "tb"))
+            self._tensorboard = SummaryWriter(str(self.path / "tb"), purge_step=self._first_step)
         for name, value in values.items():
             if name != "step":
                 self._tensorboard.add_scalar(name, value, metrics.step)

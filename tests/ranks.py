@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 - torch imports it at a first backward: once, not in each rank
 
 from moe_engine.distributed import groups
 
@@ -56,6 +57,7 @@ def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
 
 def _rank(folder: Path, rank: int, world: int, function: Callable[..., Any], args: Any, time_limit: float) -> None:
     errors = open(folder / f"errors{rank}", "w")  # noqa: SIM115 - faulthandler needs it open to the end
+    faulthandler.enable(errors)  # a communicator's abort
     faulthandler.dump_traceback_later(time_limit, exit=True, file=errors)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
@@ -65,6 +67,7 @@ def _rank(folder: Path, rank: int, world: int, function: Callable[..., Any], arg
         (folder / f"result{rank}").write_bytes(pickle.dumps(result))
         groups.stop()
     except BaseException:
+        faulthandler.cancel_dump_traceback_later()  # it would cut into the traceback
         traceback.print_exc(file=errors)
         errors.flush()
         os._exit(1)

@@ -107,6 +107,12 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
         return
     pp, model = config.parallel.pp, config.model
     schedules.schedule(name, pp, config.pipeline.micro_batches or 1)
+    held = [stage for stages in schedules.stage_of_rank(name, pp) for stage in stages]
+    if len(held) > len(set(held)):
+        raise ConfigError(
+            f"pipeline.schedule={name}: keeps each stage on two ranks, which training cannot do yet; "
+            "use pipeline.schedule=1f1b or dualpipev"
+        )
     stages, blocks = schedules.num_stages(name, pp), model.num_layers + (model.mtp_depth > 0)
     if stages > blocks:
         raise ConfigError(
