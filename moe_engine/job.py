@@ -22,7 +22,7 @@ from moe_engine.distributed import groups
 from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, progress, shown
 from moe_engine.model.batch import Batch
 from moe_engine.pipeline.generate import generate
-from moe_engine.planner.flops import sequence_flops
+from moe_engine.planner.flops import mfu, sequence_flops
 from moe_engine.trainer import StepResult, Trainer, device_of_rank
 
 PROMPT = "def "
@@ -141,7 +141,7 @@ class Job:
             tokens_per_s=tokens / seconds,
             tokens_per_s_per_rank=tokens / seconds / self.world.size,
             model_tflops=self.step_flops / seconds / 1e12,
-            mfu=self.step_flops / seconds / self.matrix_rate,
+            mfu=mfu(self.step_flops, seconds, self.matrix_rate),
         )
 
     def _report(self, metrics: StepMetrics, bar: Progress) -> None:
