@@ -1,8 +1,7 @@
 """Multi-head latent attention with decoupled rotary embedding (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
 
 Keys and values of all heads come from one latent of `kv_lora_rank` numbers a token, plus one rotary key of
-`qk_rope_head_dim` numbers that all heads share. `core_attention` is the one place that picks an implementation
-by device.
+`qk_rope_head_dim` numbers that all heads share.
 """
 
 from __future__ import annotations
@@ -10,20 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.batch import Batch
+from moe_engine.model.core_attention import core_attention
 from moe_engine.model.layers import RMSNorm
 from moe_engine.ops.linear import Linear
 from moe_engine.ops.wgrad_queue import WgradQueue
-
-# Up to this length a plain softmax(QK^T)V beats torch's CPU flash path, forward and backward.
-PLAIN_ATTENTION_LENGTH = 512
-# What torch's CPU matrix products need to treat every sequence alike (as `moe_kernels.gemm` does for rows).
-MIN_LENGTH = 16
-HEAD_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
@@ -121,42 +114,3 @@ class LatentAttention(nn.Module):
         k_nope, v = kv.split((nope, value), dim=-1)
         k_rope = rotate(k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim), context.cos, context.sin)
         return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
-
-
-def core_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale * q k^T) v over the allowed keys: q, k [B, H, S, d], v [B, H, S, e] -> [B, H, S, e].
-
-    `allowed` [B, 1, S, S] bool, or None for plain causal attention.
-    """
-    if q.device.type == "cpu" and q.shape[2] <= PLAIN_ATTENTION_LENGTH:
-        return _plain_attention(q, k, v, allowed, scale)
-    # The fused paths want equal head sizes: v is padded and the padding cut off again.
-    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
-    y = F.scaled_dot_product_attention(q, k, padded, attn_mask=allowed, is_causal=allowed is None, scale=scale)
-    return y[..., : v.shape[-1]]
-
-
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """In fp32 (fp64): many CPUs have no 16-bit products, and scores deserve the precision."""
-    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    S, value = v.shape[-2:]
-    if allowed is None:
-        allowed = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
-    q, k, v, allowed = _filled_up(q.to(wide), k.to(wide), v.to(wide), allowed)
-    scores = (q * scale) @ k.transpose(-1, -2)
-    y = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v
-    return y[..., :S, :value].to(dtype)
-
-
-def _filled_up(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Zeros after short rows and odd head sizes, whose products on a CPU would depend on how many rows are beside them.
-
-    The keys that this adds are seen only by the queries that it adds.
-    """
-    rows = max(MIN_LENGTH - q.shape[-2], 0)
-    d, e = -q.shape[-1] % HEAD_MULTIPLE, -v.shape[-1] % HEAD_MULTIPLE
-    if d or e or rows:
-        q, k, v = F.pad(q, (0, d, 0, rows)), F.pad(k, (0, d, 0, rows)), F.pad(v, (0, e, 0, rows))
-    if rows:
-        allowed = F.pad(F.pad(allowed, (0, rows)), (0, 0, 0, rows), value=True)
-    return q, k, v, allowed
