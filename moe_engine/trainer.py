@@ -81,7 +81,8 @@ class Trainer:
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)
         self.executor = Executor(self.stages, self.groups)
-        lists = schedules.schedule(config.pipeline.schedule, config.parallel.pp, self.micro_batches)
+        pipeline = config.pipeline
+        lists = schedules.schedule(pipeline.schedule, config.parallel.pp, self.micro_batches, pipeline.virtual_stages)
         check(lists, len(self.groups.placement.stages), self.micro_batches)
         self.actions = lists[self.groups.layout.coordinate(rank).pp]
         self.num_parameters = parameter_count(config.model).total
@@ -90,8 +91,8 @@ class Trainer:
 
     def _groups(self, rank: int, log: CollectiveLog | None) -> Groups:
         pipeline, pp = self.config.pipeline, self.config.parallel.pp
-        stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp)
-        specs = split_stages(self.config.model, schedules.num_stages(pipeline.schedule, pp))
+        stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp, pipeline.virtual_stages)
+        specs = split_stages(self.config.model, 1 + max(map(max, stages_of_rank)))
         placement = Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
         return build_groups(Layout.of(self.config.parallel), placement, rank, log)
 

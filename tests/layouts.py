@@ -57,6 +57,7 @@ class Case:
     mtp_depth: int = 1
     skew: bool = False  # all tokens choose the same experts: most experts, and at ep > 1 whole ranks, have none
     padding: bool = False  # rows end in padding tokens
+    virtual_stages: int = 1
 
     @property
     def world(self) -> int:
@@ -64,6 +65,7 @@ class Case:
 
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"ep{self.ep}", self.schedule, f"mb{self.micro_batch}", self.combine]
+        words += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
         words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
         return "-".join([*words, self.precision])
 
@@ -89,7 +91,7 @@ def config_of(case: Case) -> Config:
         model=model,
         moe=MoESection(combine=case.combine, aux_loss_weight=0.01, bias_step=1e-3),
         parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
-        pipeline=PipelineConfig(schedule=case.schedule),
+        pipeline=PipelineConfig(schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],
         # A large eps: with AdamW's usual one the first updates are the signs of the gradients, also of elements that
         # are nothing but rounding, and in fp32 that noise (3e-7 of a gradient) grows a hundredfold in three steps.
@@ -272,4 +274,4 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def one_process(case: Case) -> Case:
     """The same job on one rank: the truth that `case` is held against."""
-    return replace(case, pp=1, dp=1, ep=1, schedule="1f1b", micro_batch=GLOBAL_BATCH, combine="dedup")
+    return replace(case, pp=1, dp=1, ep=1, schedule="1f1b", virtual_stages=1, micro_batch=GLOBAL_BATCH, combine="dedup")

@@ -105,15 +105,15 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
     if not sizes_are_valid:
         schedules.stage_of_rank(name, 1)
         return
-    pp, model = config.parallel.pp, config.model
-    schedules.schedule(name, pp, config.pipeline.micro_batches or 1)
-    held = [stage for stages in schedules.stage_of_rank(name, pp) for stage in stages]
+    pp, model, virtual_stages = config.parallel.pp, config.model, config.pipeline.virtual_stages
+    schedules.schedule(name, pp, config.pipeline.micro_batches or 1, virtual_stages)
+    held = [stage for stages in schedules.stage_of_rank(name, pp, virtual_stages) for stage in stages]
     if len(held) > len(set(held)):
         raise ConfigError(
             f"pipeline.schedule={name}: keeps each stage on two ranks, which training cannot do yet; "
             "use pipeline.schedule=1f1b or dualpipev"
         )
-    stages, blocks = schedules.num_stages(name, pp), model.num_layers + (model.mtp_depth > 0)
+    stages, blocks = max(held) + 1, model.num_layers + (model.mtp_depth > 0)
     if stages > blocks:
         raise ConfigError(
             f"parallel.pp={pp}: with pipeline.schedule={name} the model is cut into {stages} stages, and it has blocks "
@@ -124,8 +124,8 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
 def describe(config: Config) -> str:
     """A resolved configuration as YAML, with the layout as comments."""
     layout, pipeline, train = Layout.of(config.parallel), config.pipeline, config.train
-    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, layout.pp)
-    specs = split_stages(config.model, schedules.num_stages(pipeline.schedule, layout.pp))
+    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, layout.pp, pipeline.virtual_stages)
+    specs = split_stages(config.model, 1 + max(map(max, stages_of_rank)))
     placement = Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
     lines = [
         f"layout: {layout.world} ranks = pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}; "

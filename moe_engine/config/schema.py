@@ -93,6 +93,7 @@ class PipelineConfig:
     """Section `pipeline`."""
 
     schedule: str = "1f1b"  # a name that `schedule.schedules` knows
+    virtual_stages: int = 1  # stages a rank holds; only interleaved_1f1b leaves it free
     micro_batches: int | None = None  # per data-parallel rank and step; derived for `train`, refused if it disagrees
 
 

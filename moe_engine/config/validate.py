@@ -244,7 +244,7 @@ def _check_train(rules: _Rules) -> None:
 
 
 def _check_layout(rules: _Rules, world: int | None) -> None:
-    rules.at_least(1, "parallel.pp", "parallel.cp", "parallel.ep", "parallel.tp")
+    rules.at_least(1, "parallel.pp", "parallel.cp", "parallel.ep", "parallel.tp", "pipeline.virtual_stages")
     if rules["parallel.dp"] is not None:
         rules.at_least(1, "parallel.dp")
     if rules["parallel.tp"] > 1:

@@ -54,6 +54,7 @@ FEW = [
     Case(pp=2, dp=2, ep=1, schedule="split_1f1b", padding=True),
     Case(pp=4, dp=1, tied=True, schedule="zbv"),
     Case(pp=2, dp=4, ep=2, skew=True),
+    Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True),
 ]
 
 
@@ -70,12 +71,16 @@ def all_layouts() -> list[Case]:
         for ep in (1, 2, 4):
             if pp * dp <= 8 and dp % ep == 0:
                 for number, (tied, combine) in enumerate(product((False, True), ("dedup", "exact"))):
-                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1", "zbv")[(number + pp + dp + ep) % 5]
+                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1", "zbv", "interleaved_1f1b")[(number + pp + dp + ep) % 6]
                     micro_batch = 2 if number % 2 and dp < 4 else 1
-                    if schedule == "zbv" and GLOBAL_BATCH // (dp * micro_batch) < 2 * pp - 1:
+                    micro_batches = GLOBAL_BATCH // (dp * micro_batch)
+                    if schedule == "zbv" and micro_batches < 2 * pp - 1:
                         schedule = "zb_h1"  # runs at any size
-                    extra = {"padding": number == 1, "skew": number == 2}
-                    found.append(Case(pp, dp, ep, schedule, micro_batch, combine, tied, **extra))
+                    if schedule == "interleaved_1f1b" and micro_batches % pp:
+                        schedule = "1f1b"
+                    case = Case(pp, dp, ep, schedule, micro_batch, combine, tied)
+                    stages = 2 if schedule == "interleaved_1f1b" else 1
+                    found.append(replace(case, padding=number == 1, skew=number == 2, virtual_stages=stages))
     return found
 
 
