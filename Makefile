@@ -46,5 +46,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is older than Python 3.11: name a newer one, for example make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot make a virtual environment: install its venv package (Debian: python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,dev,triton]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,dev,triton,hf]"
 	@touch $@
