@@ -1,0 +1,147 @@
+"""Two network namespaces as two hosts: they reach each other and nothing else, and nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.bench import namespaces
+from moe_engine.bench.namespaces import DEVICE, TwoHosts
+from moe_engine.config.errors import ConfigError
+from moe_engine.metrics import TIME_FIELDS
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+PORT = 29500  # of a namespace: nobody else's
+
+
+@pytest.fixture
+def possible() -> None:
+    """Skips where the machine or the user may not make namespaces."""
+    try:
+        namespaces.require()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def python(hosts: TwoHosts, host: int, program: str, *words: str) -> subprocess.Popen[str]:
+    return hosts.run(host, [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True)
+
+
+def existing() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+LISTEN = """
+import socket, sys
+with socket.create_server((sys.argv[1], 29500)) as server:
+    connection, peer = server.accept()
+    print(peer[0], connection.recv(100).decode())
+"""
+CALL = """
+import socket, sys, time
+for _ in range(200):
+    try:
+        connection = socket.create_connection((sys.argv[1], 29500))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+connection.sendall(b"hello")
+print([name for _, name in socket.if_nameindex()])
+"""
+
+
+def test_two_hosts_reach_each_other_and_leave_nothing(possible: None) -> None:
+    with TwoHosts(rate_mbit=100, burst_kb=64) as hosts:
+        assert set(hosts.names) <= existing()
+        listener = python(hosts, 0, LISTEN, hosts.addresses[0])
+        caller = python(hosts, 1, CALL, hosts.addresses[0])
+        assert listener.communicate(timeout=30)[0] == f"{hosts.addresses[1]} hello\n"
+        assert eval(caller.communicate(timeout=30)[0]) == ["lo", DEVICE]
+        for name in hosts.names:
+            show = ["tc", "-n", name, "qdisc", "show", "dev", DEVICE]
+            shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+            assert re.search(r"tbf .*rate 100Mbit burst 64Kb lat 400ms", shown)
+        forgotten = hosts.run(0, ["sleep", "100"])
+        pid = int(subprocess.run(["ip", "netns", "pids", hosts.names[0]], capture_output=True, check=True).stdout)
+    assert not existing().intersection(hosts.names)
+    assert forgotten.wait(10) == -9 and forgotten.pid == pid
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(possible: None) -> None:
+    program = (
+        "import os, subprocess; from moe_engine.bench.namespaces import TwoHosts\n"
+        "with TwoHosts() as hosts:\n"
+        "    sleeper = hosts.run(1, ['sleep', '100'], stdout=subprocess.DEVNULL)\n"
+        "    print(*hosts.names, sleeper.pid, flush=True)\n"
+        "    os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    first, second, pid = killed.stdout.split()
+    assert {first, second} <= existing()
+    with TwoHosts() as hosts:
+        assert not existing().intersection((first, second))
+        with TwoHosts() as others:  # those of a process that runs stay
+            assert {*hosts.names, *others.names} <= existing()
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_cannot_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="rate_mbit=0: must be larger than 0, for example rate_mbit=200"):
+        TwoHosts(rate_mbit=0)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="user=1000: making network namespaces needs root"):
+        TwoHosts().__enter__()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="ip and tc: not found on PATH; install iproute2"):
+        TwoHosts().__enter__()
+
+
+WORDS = [
+    "experiment=quickstart", "precision=fp32", "train.steps=3", "train.seq_len=64", "train.eval_sequences=8",
+    "train.sample_tokens=0", "data.validation_fraction=0.3", f"data.text_paths=[{CORPUS}]", "run.name=run",
+]  # fmt: skip
+
+
+def without_times(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIME_FIELDS} for line in lines]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_what_one_node_trains(possible: None, tmp_path: Path) -> None:
+    """Two namespaces, each with its own torchrun agent of two ranks, that meet over the wire."""
+    engine = ["-m", "moe_engine", "train", *WORDS, f"data.cache_dir={tmp_path}/cache"]
+    alone = [sys.executable, *engine, f"run.dir={tmp_path}/one"]
+    subprocess.run(alone, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    with TwoHosts() as hosts:
+        agents = [
+            hosts.run(
+                node,
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
+                    *(f"--node-rank={node}", f"--master-addr={hosts.addresses[0]}", f"--master-port={PORT}"),
+                    *engine,
+                    f"run.dir={tmp_path}/two",
+                ],
+                env={"OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in (0, 1)
+        ]
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    assert "4 ranks" in outputs[0]
+    expected, found = (without_times(tmp_path / name / "run") for name in ("one", "two"))
+    assert len(expected) == 3 and found == expected
