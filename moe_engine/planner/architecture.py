@@ -1,0 +1,190 @@
+"""A model as the planner sees it: its matrices, layer by layer, and how tensor parallelism cuts them.
+
+`ModelConfig` says what the engine can build. The planner also answers for models that it cannot (dense GPTs with biases
+and learned positions), so it has its own, wider description. A layer is a list of `Matrix`: from it follow parameters
+(inputs x outputs), operations (2 per parameter and token) and, in `activations`, what backward needs.
+
+Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1) for latent attention; Megatron (arXiv 1909.08053, section 3) for
+which matrices are cut by columns and which by rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix. `split`: tensor parallelism cuts it (by columns or rows), or every rank holds all of it."""
+
+    name: str
+    inputs: int
+    outputs: int
+    split: bool
+
+    @property
+    def size(self) -> int:
+        return self.inputs * self.outputs
+
+    def local(self, tp: int) -> float:
+        """Elements that one of `tp` ranks holds."""
+        return self.size / tp if self.split else self.size
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a decoder. `kv_lora_rank` > 0 means latent attention, else grouped-query attention.
+
+    gated: the MLP has gate and up (SwiGLU); otherwise one matrix up, one down (GeLU). biases: linear layers have them,
+    and norms are LayerNorm with two vectors. learned_positions: rows of a position table, 0 for none.
+    shared_hidden: hidden width of the shared experts together.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_dense_layers: int
+    dense_hidden: int
+    num_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    qk_norm: bool = False
+    gated: bool = True
+    biases: bool = False
+    learned_positions: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    expert_hidden: int = 0
+    shared_hidden: int = 0
+    top_groups: int = 1
+    num_groups: int = 1
+    mtp_depth: int = 0
+    tied_head: bool = False
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, MTP blocks not counted."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def up_factor(self) -> int:
+        """Width of the first MLP matrix in units of the hidden width: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of one norm: RMSNorm has a scale, LayerNorm a shift too."""
+        return 2 if self.biases else 1
+
+    def attention(self) -> list[Matrix]:
+        """The projections of one attention."""
+        query, value = self.num_heads * self.qk_head_dim, self.num_heads * self.v_head_dim
+        out = Matrix("attention out", value, self.dim, True)
+        if not self.kv_lora_rank:
+            width = query + self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
+            return [Matrix("qkv", self.dim, width, True), out]
+        nope = self.qk_head_dim - self.qk_rope_head_dim
+        down = Matrix("kv down", self.dim, self.kv_lora_rank + self.qk_rope_head_dim, False)
+        up = Matrix("kv up", self.kv_lora_rank, self.num_heads * (nope + self.v_head_dim), True)
+        if self.q_lora_rank:
+            queries = [
+                Matrix("q down", self.dim, self.q_lora_rank, False),
+                Matrix("q up", self.q_lora_rank, query, True),
+            ]
+        else:
+            queries = [Matrix("q", self.dim, query, True)]
+        return [*queries, down, up, out]
+
+    def mlp(self, hidden: int, name: str = "mlp") -> list[Matrix]:
+        """The two matrices of an MLP (gate and up are one)."""
+        return [
+            Matrix(f"{name} up", self.dim, self.up_factor * hidden, True),
+            Matrix(f"{name} down", hidden, self.dim, True),
+        ]
+
+    def dense_matrices(self, moe: bool) -> list[Matrix]:
+        """All matrices of a layer but those of the routed experts."""
+        if not moe:
+            return [*self.attention(), *self.mlp(self.dense_hidden)]
+        shared = self.mlp(self.shared_hidden, "shared") if self.shared_hidden else []
+        return [*self.attention(), Matrix("router", self.dim, self.num_experts, False), *shared]
+
+    @property
+    def expert_size(self) -> int:
+        """Parameters of one routed expert."""
+        return sum(matrix.size for matrix in self.mlp(self.expert_hidden))
+
+    def vectors(self, moe: bool) -> int:
+        """Norms and biases of a layer."""
+        norms = 2 * self.dim * self.norm_vectors + self.q_lora_rank + self.kv_lora_rank
+        norms += 2 * self.qk_head_dim if self.qk_norm else 0
+        return norms + (sum(matrix.outputs for matrix in self.dense_matrices(moe)) if self.biases else 0)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Parameters of the embedding table, and of the head."""
+        return self.vocab_size * self.dim
+
+    @property
+    def mtp_extra(self) -> int:
+        """What an MTP module has beside its block: the projection of two vectors to one, and three norms."""
+        return 2 * self.dim * self.dim + 3 * self.dim
+
+    def parameters(self) -> int:
+        """All trained scalars, MTP modules included."""
+        dense, moe = self.num_dense_layers, self.num_moe_layers + self.mtp_depth
+        if not self.num_experts:
+            dense, moe = dense + moe, 0
+        total = self.vocabulary_size * (1 if self.tied_head else 2) + self.dim * self.norm_vectors
+        total += self.learned_positions * self.dim + self.mtp_depth * self.mtp_extra
+        for count, is_moe in ((dense, False), (moe, True)):
+            matrices = sum(matrix.size for matrix in self.dense_matrices(is_moe)) if count else 0
+            total += count * (matrices + self.vectors(is_moe)) if count else 0
+        return total + moe * self.num_experts * self.expert_size
+
+    def forward_flops(self, seq_len: int, causal: bool = True) -> float:
+        """Model FLOPs of the forward of one sequence: matrix products alone, the router left out.
+
+        causal: attention counts the scores below the diagonal, S²/2; otherwise S². Backward is twice as much.
+        """
+        blocks = self.num_layers + self.mtp_depth
+        moe = (self.num_moe_layers + self.mtp_depth) if self.num_experts else 0
+        weights = blocks * sum(matrix.size for matrix in self.attention())
+        weights += (blocks - moe) * sum(matrix.size for matrix in self.mlp(self.dense_hidden))
+        weights += moe * (self.top_k * self.expert_size)
+        weights += moe * sum(matrix.size for matrix in self.mlp(self.shared_hidden))
+        weights += self.mtp_depth * 2 * self.dim * self.dim + (1 + self.mtp_depth) * self.vocabulary_size
+        width = self.num_heads * (self.qk_head_dim + self.v_head_dim)
+        return 2.0 * weights * seq_len + blocks * width * seq_len * seq_len * (1.0 if causal else 2.0)
+
+
+def architecture(model: ModelConfig) -> Architecture:
+    """The planner's view of a model of the engine."""
+    return Architecture(
+        vocab_size=model.vocab_size,
+        dim=model.dim,
+        num_layers=model.num_layers,
+        num_dense_layers=model.num_dense_layers,
+        dense_hidden=model.dense_hidden,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_heads,
+        qk_head_dim=model.qk_nope_head_dim + model.qk_rope_head_dim,
+        v_head_dim=model.v_head_dim,
+        q_lora_rank=model.q_lora_rank,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        num_experts=model.num_experts if model.num_dense_layers < model.num_layers else 0,
+        top_k=model.top_k,
+        expert_hidden=model.expert_hidden,
+        shared_hidden=model.num_shared_experts * model.expert_hidden,
+        top_groups=model.top_groups,
+        num_groups=model.num_groups,
+        mtp_depth=model.mtp_depth,
+        tied_head=model.tied_head,
+    )

@@ -1,0 +1,264 @@
+"""Memory of every pipeline rank, part by part, at the moment when it is fullest.
+
+States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3): a parameter costs its own bytes, a gradient, a
+master and two moments; what stage `zero` shards is divided by the ranks that share the parameter: dense ones by
+holders x dp·cp, experts by holders x edp, where a part that several pipeline ranks hold (both copies of a DualPipe
+stage, a tied head) counts them all. Kept activations follow the schedule's own lists: each rank's actions are walked,
+a forward adds what its stage keeps, the end of its backward takes it away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_engine.planner.activations import Kept, block_tensors, head_tensors, kept_bytes
+from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.stages import Cut, Held
+from moe_engine.planner.strategy import Precision, Strategy
+from moe_engine.schedule import schedules
+from moe_engine.schedule.action import Action, Kind
+
+# More micro-batches than these many per stage change no peak: every schedule is in its steady state by then.
+STEADY = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank of pipeline rank `pp`.
+
+    dense, experts: parameters held. in_flight: micro-batches kept of each stage at the peak. activations: what they
+    keep, by tensor. working: what one block needs beside while it computes (tensors computed again, gradients).
+    buffers: by name.
+    """
+
+    pp: int
+    stages: tuple[int, ...]
+    dense: float
+    experts: float
+    parameters: float
+    gradients: float
+    master: float
+    moments: float
+    in_flight: tuple[int, ...]
+    activations: dict[str, float]
+    working: float
+    buffers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.master + self.moments
+
+    @property
+    def activation_bytes(self) -> float:
+        return sum(self.activations.values())
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activation_bytes + self.working + sum(self.buffers.values())
+
+    def parts(self) -> dict[str, float]:
+        """The summands of `total`, for tables and pictures."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "master": self.master,
+            "moments": self.moments,
+            "activations": self.activation_bytes,
+            "working": self.working,
+            "buffers": sum(self.buffers.values()),
+        }
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of parameters, gradients, masters and moments."""
+
+    parameters: float
+    gradients: float
+    master: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.master + self.moments
+
+
+def state_bytes(count: float, sharers: float, strategy: Strategy) -> StateBytes:
+    """What `count` parameters cost on a rank that shares them with `sharers` ranks, itself included."""
+    sharers = min(sharers, strategy.shard) if strategy.shard else sharers
+    precision, zero = strategy.precision, strategy.zero
+    return StateBytes(
+        parameters=count * precision.parameter / (sharers if zero >= 3 else 1),
+        gradients=count * precision.gradient / (sharers if zero >= 2 else 1),
+        master=count * precision.master / (sharers if zero >= 1 else 1),
+        moments=count * precision.moments / (sharers if zero >= 1 else 1),
+    )
+
+
+def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[RankMemory]:
+    """The memory of each pipeline rank; `keeping` and `load` as in `activations.block_tensors`."""
+    strategy = cut.strategy
+    lists = _steady_lists(strategy)
+    kept = [_stage_kept(cut, stage, keeping, load) for stage in range(len(cut.stages))]
+    working = [_stage_working(cut, stage, keeping, load) for stage in range(len(cut.stages))]
+    ranks = []
+    for pp, stages in enumerate(cut.placement.stages_of_rank):
+        counts = peak_in_flight(lists[pp], {stage: sum(kept[stage].values()) for stage in stages})
+        activations: dict[str, float] = {}
+        for stage in stages:
+            for name, size in kept[stage].items():
+                activations[name] = activations.get(name, 0.0) + size * counts.get(stage, 0)
+        states, dense, experts = _states(cut, pp)
+        ranks.append(
+            RankMemory(
+                pp=pp,
+                stages=tuple(stages),
+                dense=dense,
+                experts=experts,
+                parameters=states.parameters,
+                gradients=states.gradients,
+                master=states.master,
+                moments=states.moments,
+                in_flight=tuple(counts.get(stage, 0) for stage in stages),
+                activations=activations,
+                working=max(working[stage] for stage in stages),
+                buffers=_buffers(cut, pp),
+            )
+        )
+    return ranks
+
+
+def peak_in_flight(actions: list[Action], stage_bytes: dict[int, float]) -> dict[int, int]:
+    """How many micro-batches of each stage a rank keeps when what it keeps is largest.
+
+    A weight gradient still in the queue keeps its micro-batch: memory is free after W.
+    """
+    live = dict.fromkeys(stage_bytes, 0)
+    split = {(half.micro_batch, half.stage) for action in actions for half in action.halves() if half.kind is Kind.W}
+    peak, at_peak = -1.0, dict(live)
+    for action in actions:
+        for half in action.halves():
+            if half.kind is Kind.F:
+                live[half.stage] += 1
+                held = sum(live[stage] * size for stage, size in stage_bytes.items())
+                if held > peak:
+                    peak, at_peak = held, dict(live)
+            elif half.kind is not Kind.I or (half.micro_batch, half.stage) not in split:
+                live[half.stage] -= 1
+    return at_peak
+
+
+def megatron_estimate(model: Architecture, strategy: Strategy) -> float:
+    """Bytes of states on the most loaded rank, as Megatron-LM's theoretical estimator counts them.
+
+    Layers are divided by pp as fractions; the block of MTP and one vocabulary matrix come on top; experts shard over
+    their replicas, the rest over dp·cp; layer norms, the final norm and routers are not divided by tp, latent norms
+    and down projections are. An MTP module is its block: no projection, no norms of its own.
+    """
+    layout = strategy.layout
+    dense, moe, pp = model.num_dense_layers, model.num_moe_layers, layout.pp
+    norms, router = 2 * model.dim, model.dim * model.num_experts
+    shared = sum(matrix.size for matrix in model.mlp(model.shared_hidden))
+    attention = sum(matrix.size for matrix in model.attention()) + model.q_lora_rank + model.kv_lora_rank
+    blocks = model.num_layers / pp + model.mtp_depth
+    moe_blocks = moe / pp + model.mtp_depth
+    split = blocks * attention + moe_blocks * shared + model.vocabulary_size
+    split += dense / pp * sum(matrix.size for matrix in model.mlp(model.dense_hidden))
+    split += model.vocabulary_size if pp == 1 and not model.tied_head else 0
+    whole = blocks * norms + moe_blocks * router + model.dim / pp
+    experts = moe_blocks * model.num_experts * model.expert_size / layout.ep / strategy.etp
+    dense_bytes = state_bytes(split / layout.tp + whole, strategy.dense_replicas, strategy).total
+    return dense_bytes + state_bytes(experts, strategy.expert_replicas, strategy).total
+
+
+def zero_table(parameters: float, ranks: int, gradient_bytes: float = 2) -> dict[str, StateBytes]:
+    """The classical derivation: states of a model in 16-bit with AdamW, plain data parallel and ZeRO-1, 2, 3."""
+    precision = Precision(gradient=gradient_bytes)
+    names = ("plain data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    return {
+        name: state_bytes(parameters, ranks, Strategy(zero=zero, precision=precision))
+        for zero, name in enumerate(names)
+    }
+
+
+def _steady_lists(strategy: Strategy) -> list[list[Action]]:
+    """The schedule's lists, of no more micro-batches than reach the steady state."""
+    pp, v = strategy.layout.pp, strategy.virtual_stages
+    enough = STEADY * pp * (v if strategy.schedule == "interleaved_1f1b" else 1)
+    micro_batches = strategy.micro_batches
+    if micro_batches > enough and strategy.schedule != "gpipe":
+        micro_batches = enough + micro_batches % 2 if strategy.schedule != "interleaved_1f1b" else enough
+    return schedules.schedule(strategy.schedule, pp, micro_batches, v)
+
+
+def _blocks(cut: Cut, stage: int, keeping: str, load: float) -> list[list[Kept]]:
+    """The tensors of each block of a stage; MTP blocks keep the two halves of their projection's input besides."""
+    tensors = {
+        moe: block_tensors(cut.model, cut.strategy, moe, keeping, load) for moe in set(cut.blocks(cut.stages[stage]))
+    }
+    return [tensors[moe] for moe in cut.blocks(cut.stages[stage])]
+
+
+def _stage_kept(cut: Cut, stage: int, keeping: str, load: float) -> dict[str, float]:
+    """Bytes that a stage keeps of one micro-batch, by tensor."""
+    strategy, spec = cut.strategy, cut.stages[stage]
+    kept: dict[str, float] = {}
+    for tensors in _blocks(cut, stage, keeping, load):
+        for name, size in kept_bytes(tensors, strategy.recompute).items():
+            kept[name] = kept.get(name, 0.0) + size
+    if spec.embedding and spec.first:
+        kept["token ids"] = 8 * strategy.tokens
+    if spec.head:
+        for _ in range(1 + len(spec.mtp)):
+            for tensor in head_tensors(cut.model, strategy):
+                kept[tensor.name] = kept.get(tensor.name, 0.0) + tensor.bytes
+    return kept
+
+
+def _stage_working(cut: Cut, stage: int, keeping: str, load: float) -> float:
+    """The most that one block needs in backward besides what is kept: recomputed tensors, and gradients of the
+    two largest tensors that it reads or makes."""
+    most = 0.0
+    for tensors in _blocks(cut, stage, keeping, load):
+        kept = sum(kept_bytes(tensors, cut.strategy.recompute).values())
+        largest = sorted((tensor.bytes for tensor in tensors), reverse=True)[:2]
+        most = max(most, sum(tensor.bytes for tensor in tensors) - kept + sum(largest))
+    return most
+
+
+def _states(cut: Cut, pp: int) -> tuple[StateBytes, float, float]:
+    """States of a pipeline rank, and its dense and expert parameters."""
+    strategy = cut.strategy
+    found: list[StateBytes] = []
+    dense = experts = 0.0
+    for part, held in cut.rank_parts(pp).items():
+        holders = len(cut.placement.holders(part))
+        dense, experts = dense + held.dense, experts + held.expert
+        found.append(state_bytes(held.dense, holders * strategy.dense_replicas, strategy))
+        found.append(state_bytes(held.expert, holders * strategy.expert_replicas, strategy))
+    total = StateBytes(
+        sum(state.parameters for state in found),
+        sum(state.gradients for state in found),
+        sum(state.master for state in found),
+        sum(state.moments for state in found),
+    )
+    return total, dense, experts
+
+
+def _buffers(cut: Cut, pp: int) -> dict[str, float]:
+    """Space for communication: gathered layers of ZeRO-3 with their unsharded gradients, pipeline messages, rows."""
+    strategy, model = cut.strategy, cut.model
+    parts: dict[str, Held] = cut.rank_parts(pp)
+    largest = max(held.dense + held.expert for held in parts.values())
+    buffers = {}
+    if strategy.zero >= 3:
+        buffers["gathered parameters"] = 2 * largest * 2.0
+    if strategy.zero >= 2:
+        buffers["gradients before reduction"] = largest * min(4.0, strategy.precision.gradient)
+    message = 2.0 * strategy.tokens * model.dim / (strategy.layout.tp if strategy.sequence_parallel else 1)
+    if strategy.layout.pp > 1:
+        buffers["pipeline messages"] = 4 * message
+    if strategy.layout.ep > 1 and any(cut.blocks(cut.stages[stage])[-1:] for stage in cut.placement.stages_of_rank[pp]):
+        buffers["dispatch and combine"] = 2 * message * min(model.top_k, strategy.layout.ep)
+    return buffers

@@ -1,0 +1,113 @@
+"""What each pipeline rank holds: its stages, and how many parameters of their parts lie on one of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.layout import Placement, StageSpec
+from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.strategy import Strategy
+from moe_engine.schedule import schedules
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters that one rank holds of one part of the model: dense ones, and those of routed experts."""
+
+    dense: float
+    expert: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut into stages and laid over the pipeline ranks."""
+
+    model: Architecture
+    strategy: Strategy
+    placement: Placement
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        return self.placement.stages
+
+    @cached_property
+    def parts(self) -> list[dict[str, Held]]:
+        """For each stage, the parameters on one rank of every part, by the part's global name."""
+        return [{part: self._held(part, stage) for part in self._parts_of(stage)} for stage in self.stages]
+
+    def rank_parts(self, pp: int) -> dict[str, Held]:
+        """The parts that a pipeline rank holds; one in two of its stages is counted once."""
+        return {part: held for stage in self.placement.stages_of_rank[pp] for part, held in self.parts[stage].items()}
+
+    def _parts_of(self, stage: StageSpec) -> list[str]:
+        names = ["embedding"] if stage.embedding else []
+        names += [f"layers.{i}" for i in stage.layers] + [f"mtp.{k}" for k in stage.mtp]
+        if stage.head:
+            names += ["norm"] if self.model.tied_head else ["norm", "head"]
+        return names
+
+    def _held(self, part: str, stage: StageSpec) -> Held:
+        model, tp = self.model, self.strategy.layout.tp
+        kind = part.partition(".")[0]
+        if kind == "embedding":
+            positions = model.learned_positions * model.dim if stage.first else 0
+            return Held(model.vocabulary_size / tp + positions)
+        if kind == "head":
+            return Held(model.vocabulary_size / tp)
+        if kind == "norm":
+            return Held(model.dim * model.norm_vectors)
+        moe = self.is_moe(part)
+        dense = sum(matrix.local(tp) for matrix in model.dense_matrices(moe)) + model.vectors(moe)
+        dense += model.mtp_extra if kind == "mtp" else 0
+        local_experts = model.num_experts / self.strategy.layout.ep / self.strategy.etp if moe else 0
+        return Held(dense, local_experts * model.expert_size)
+
+    def is_moe(self, part: str) -> bool:
+        """Whether a block has experts."""
+        kind, _, index = part.partition(".")
+        if not self.model.num_experts:
+            return False
+        return kind == "mtp" or int(index) >= self.model.num_dense_layers
+
+    def blocks(self, stage: StageSpec) -> list[bool]:
+        """For each block of a stage, whether it has experts."""
+        return [self.is_moe(f"layers.{i}") for i in stage.layers] + [bool(self.model.num_experts) for _ in stage.mtp]
+
+
+def cut(model: Architecture, strategy: Strategy) -> Cut:
+    """Lay the model over the ranks. Raises ConfigError when `stage_layers` does not give every layer one stage."""
+    name, pp = strategy.schedule, strategy.layout.pp
+    held = schedules.stage_of_rank(name, pp, strategy.virtual_stages)
+    num_stages = schedules.num_stages(name, pp, strategy.virtual_stages)
+    sizes = list(strategy.stage_layers) or _even(model, num_stages)
+    if len(sizes) != num_stages or sum(sizes) != model.num_layers:
+        raise ConfigError(
+            f"stage_layers={list(sizes)}: needs {num_stages} numbers that add up to the {model.num_layers} layers; "
+            f"leave it out, or use {_even(model, num_stages)}"
+        )
+    stages, start = [], 0
+    for i, size in enumerate(sizes):
+        last = i == num_stages - 1
+        stages.append(
+            StageSpec(
+                index=i,
+                num_stages=num_stages,
+                layers=tuple(range(start, start + size)),
+                embedding=i == 0 or (last and (model.tied_head or model.mtp_depth > 0)),
+                head=last,
+                mtp=tuple(range(model.mtp_depth)) if last else (),
+            )
+        )
+        start += size
+    return Cut(model, strategy, Placement(tuple(stages), tuple(map(tuple, held))))
+
+
+def _even(model: Architecture, num_stages: int) -> list[int]:
+    """Block counts as even as possible, MTP blocks on the last stage; earlier stages take the remainder."""
+    if num_stages == 1:
+        return [model.num_layers]
+    last = max((model.num_layers + model.mtp_depth) // num_stages - model.mtp_depth, 0)
+    earlier, rest = num_stages - 1, model.num_layers - last
+    return [rest // earlier + (i < rest % earlier) for i in range(earlier)] + [last]

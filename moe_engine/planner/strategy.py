@@ -1,0 +1,85 @@
+"""How a model is spread over ranks and run: the other half, with the architecture, of every question to the planner.
+
+Wider than the sections of `Config`: the planner answers for ways of training that the engine does not have yet (ZeRO-2
+and 3, tensor parallelism, recompute by part), so that one can see what they would bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.layout import Layout
+
+# What can be computed again in backward instead of being kept, smallest first; `full` keeps a layer's input alone.
+RECOMPUTE = ("norm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "full")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of each kind of number. compute: `bf16` or `fp8` (matrix products; what is kept for them is then fp8 too
+    where `fp8_activations`).
+    """
+
+    compute: str = "bf16"
+    parameter: float = 2
+    gradient: float = 4
+    master: float = 4
+    moments: float = 8  # both together
+    fp8_activations: bool = False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A layout with a batch and a schedule.
+
+    etp: ranks that share one expert's matrices (1: experts are whole). micro_batch in sequences, micro_batches of a
+    step on one data-parallel rank, seq_len in tokens. zero: 0 (nothing sharded) to 3 (parameters too); shard: ranks
+    that a sharded state is spread over at most, 0 for all. stage_layers: decoder layers of each stage, empty for as
+    even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
+    flash: attention keeps no matrix of scores. deduplicate: a token crosses once per rank, not once per expert.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    etp: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    seq_len: int = 4096
+    zero: int = 1
+    shard: int = 0
+    recompute: frozenset[str] = frozenset()
+    precision: Precision = field(default_factory=Precision)
+    stage_layers: tuple[int, ...] = ()
+    sequence_parallel: bool = True
+    flash: bool = True
+    dropout: bool = False
+    deduplicate: bool = True
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.recompute) - set(RECOMPUTE))
+        if unknown:
+            raise ConfigError(f"recompute={unknown[0]}: cannot be computed again; use some of {', '.join(RECOMPUTE)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"zero={self.zero}: ZeRO has stages 0 to 3; use zero=1")
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank of a context-parallel group."""
+        return self.micro_batch * self.seq_len / self.layout.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that hold the same experts."""
+        return max(1, self.layout.stage_size // (self.layout.ep * self.etp))
+
+    @property
+    def dense_replicas(self) -> int:
+        """Ranks of a stage that hold the same dense parameters."""
+        return self.layout.dp * self.layout.cp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step over all ranks."""
+        return self.layout.dp * self.micro_batch * self.micro_batches
