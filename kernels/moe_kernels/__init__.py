@@ -1,11 +1,20 @@
-"""Kernels of Mixture-of-Experts layers: grouped matrix products, permutation, SwiGLU.
+"""Kernels of Mixture-of-Experts layers: grouped matrix products, permutation, SwiGLU, block-scaled fp8.
 
 A library of its own: it knows torch (and Triton where there is a GPU), nothing of the engine. Each op has a
 reference of the same name and signature in `reference`, plain torch, which is its specification, the CPU path
-and the oracle of the tests. This file is the only place that picks an implementation, by the device of the
-tensors. No op records into autograd: `moe_engine.ops` does that.
+and the oracle of the tests; the ops that `device` names have a Triton kernel there. This file is the only place that
+picks an implementation, by the device of the tensors. No op records into autograd: `moe_engine.ops` does that.
 """
 
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from moe_kernels import fp8_format, reference
 from moe_kernels.reference import (
     gemm,
     grouped_gemm,
@@ -18,12 +27,47 @@ from moe_kernels.reference import (
     wgrad,
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _by_device(op: Callable[P, R]) -> Callable[P, R]:
+    """`op` of `reference`; for tensors on a CUDA device, where Triton is installed, its namesake in `device`."""
+
+    @functools.wraps(op)
+    def pick(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        if first.device.type == "cuda" and importlib.util.find_spec("triton"):
+            device = importlib.import_module("moe_kernels.device")
+            op_on_device: Callable[P, R] = getattr(device, op.__name__)
+            return op_on_device(*args, **kwargs)
+        return op(*args, **kwargs)
+
+    return pick
+
+
+quantize_rows = _by_device(reference.quantize_rows)
+quantize_blocks = _by_device(reference.quantize_blocks)
+quantize_columns = _by_device(reference.quantize_columns)
+quantize_rows_and_columns = _by_device(reference.quantize_rows_and_columns)
+dequantize_rows = reference.dequantize_rows
+dequantize_blocks = reference.dequantize_blocks
+dequantize_columns = reference.dequantize_columns
+
 __all__ = [
+    "dequantize_blocks",
+    "dequantize_columns",
+    "dequantize_rows",
+    "fp8_format",
     "gemm",
     "grouped_gemm",
     "grouped_wgrad",
     "matmul_dtype",
     "permute",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
     "swiglu",
     "swiglu_backward",
     "unpermute",

@@ -1,4 +1,4 @@
-"""Every op in plain torch: the specification, the CPU path and the oracle of the tests.
+"""Matrix products, permutation and SwiGLU in bf16, fp32 and fp64.
 
 Two promises hold for all of them. Batch invariance: a row's result has the same bits whatever other rows are
 beside it. Fixed order: sums over several rows are taken in a stated order, in fp32 (fp64 for fp64 input).

@@ -1,0 +1,43 @@
+"""What the kernels of this folder share: the tile of a ragged group that a program works on, and launch sizes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def find_tile(counts_ptr, num_groups, tile, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The place of tile number `tile`, when each group of rows is cut into tiles of its own.
+
+    counts_ptr: int32 rows of each of `num_groups` groups; GROUPS: the next power of two. Returns (group, first row,
+    end of the group's rows). Tiles after the last group's get a group >= num_groups and go on with the rows after
+    it, with end = the number of grouped rows, so that no row of theirs is below it.
+    """
+    index = tl.arange(0, GROUPS)
+    counts = tl.load(counts_ptr + index, mask=index < num_groups, other=0)
+    tiles = (counts + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+    group = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = index < group
+    start = tl.sum(tl.where(before, counts, 0), 0)
+    row = start + (tile - tl.sum(tl.where(before, tiles, 0), 0)) * BLOCK_ROWS
+    return group, row, start + tl.sum(tl.where(index == group, counts, 0), 0)
+
+
+def device_counts(counts: Tensor) -> Tensor:
+    """Group sizes as the kernels read them: int32, contiguous."""
+    return counts.to(torch.int32).contiguous()
+
+
+def group_bound(counts: Tensor) -> int:
+    """The power of two that a kernel's vector of groups is compiled for."""
+    return max(2, triton.next_power_of_2(counts.numel()))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a persistent kernel starts when its caller does not say."""
+    if device.type != "cuda":
+        return 4  # the interpreter: more than one, so that each program's loop over tiles is used
+    return torch.cuda.get_device_properties(device).multi_processor_count

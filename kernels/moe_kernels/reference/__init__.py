@@ -1,0 +1,41 @@
+"""Every op in plain torch: the specification, the CPU path and the oracle of the tests."""
+
+from moe_kernels.reference.quantize import (
+    dequantize_blocks,
+    dequantize_columns,
+    dequantize_rows,
+    quantize_blocks,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+)
+from moe_kernels.reference.wide import (
+    gemm,
+    grouped_gemm,
+    grouped_wgrad,
+    matmul_dtype,
+    permute,
+    swiglu,
+    swiglu_backward,
+    unpermute,
+    wgrad,
+)
+
+__all__ = [
+    "dequantize_blocks",
+    "dequantize_columns",
+    "dequantize_rows",
+    "gemm",
+    "grouped_gemm",
+    "grouped_wgrad",
+    "matmul_dtype",
+    "permute",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
+    "swiglu",
+    "swiglu_backward",
+    "unpermute",
+    "wgrad",
+]
