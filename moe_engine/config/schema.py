@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ModelConfig:
-    """The architecture: a DeepSeek-V3-style decoder (arXiv 2412.19437, section 2)."""
+    """The architecture: a decoder with experts, DeepSeek-V3's (arXiv 2412.19437, section 2) where nothing else is said.
+
+    Mixtral, Qwen3-MoE and their like are other values of the same options. The last options describe what some
+    published models have and the engine does not compute yet: they are counted, and refused by `train`.
+    """
 
     name: str = "custom"
     vocab_size: int = 257
@@ -20,14 +24,33 @@ class ModelConfig:
     num_layers: int = 4  # decoder layers, MTP blocks not counted
     num_dense_layers: int = 1  # the first layers, with a dense MLP in place of experts
     dense_hidden: int = 512
-    # multi-head latent attention (section 2.1.1)
+    attention: str = "mla"  # mla: multi-head latent attention | gqa: grouped queries (arXiv 2305.13245)
     num_heads: int = 4
+    # mla (section 2.1.1)
     q_lora_rank: int = 0  # 0: queries come straight from the hidden state
     kv_lora_rank: int = 64
     qk_nope_head_dim: int = 32
     qk_rope_head_dim: int = 16
     v_head_dim: int = 32
+    latent_norm_eps: float = 1e-6  # of the norms on the latent vectors, which DeepSeek's code keeps apart from norm_eps
+    # gqa
+    num_kv_heads: int = 2  # heads of keys and values; each serves num_heads / num_kv_heads heads of queries
+    head_dim: int = 64
+    qk_norm: bool = False  # RMSNorm over every head of queries and of keys (Qwen3)
+    # rotary embedding (arXiv 2104.09864)
     rope_theta: float = 10000.0
+    rope_style: str = "interleaved"  # which numbers turn together: 2i and 2i+1 (DeepSeek) | halves: i and i+d/2 (Llama)
+    rope_scaling: str = "none"  # none | yarn: longer contexts than rope_original_length (arXiv 2309.00071)
+    rope_factor: float = 1.0  # how many times longer
+    rope_original_length: int = 4096
+    rope_beta_fast: float = 32.0  # pairs with more turns than this in the original length keep their speed …
+    rope_beta_slow: float = 1.0  # … those with fewer are slowed by rope_factor, and between is a ramp …
+    rope_truncate: bool = True  # … that begins and ends at whole pairs
+    # With m(s) = 1 + 0.1 s ln(rope_factor), queries and keys grow by m(rope_mscale) / m(rope_mscale_all_dim) each;
+    # the scores of mla by m(rope_mscale_all_dim)^2 besides, as in DeepSeek's models.
+    rope_mscale: float = 1.0
+    rope_mscale_all_dim: float = 0.0
+    max_positions: int = 0  # longest sequence that the model is for; 0: any
     # experts (section 2.1.2)
     num_experts: int = 16
     top_k: int = 4
@@ -44,6 +67,13 @@ class ModelConfig:
     tied_head: bool = False  # the output head is the embedding table
     norm_eps: float = 1e-6
     init_std: float = 0.006
+    # counted, but refused by `train`
+    sliding_window: int = 0  # a query sees this many keys, itself included; 0: all; refused if shorter than a sequence
+    sliding_window_every: int = 1  # of how many layers the first has the window; 1: all have it
+    attention_bias: bool = False  # biases on the projections of queries, keys, values and output
+    attention_sinks: bool = False  # a learned score for each head that takes weight and gives no value
+    expert_biases: bool = False  # biases on the router and on the experts' projections
+    swiglu_limit: float = 0.0  # gate and up projection are clamped to this; 0: they are not
 
 
 @dataclass

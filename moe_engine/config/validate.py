@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from moe_engine.config import strict
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.model_rules import check_model, check_trainable
+from moe_engine.config.rules import Rules as _Rules
 from moe_engine.config.schema import Config, MoEConfig
 
-BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # recipe: its compute format
 
 _WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
@@ -40,7 +38,8 @@ def validate(config: Config, world: int | None = None) -> None:
     """
     strict.build(Config, asdict(config))  # the types, of a configuration made in Python
     rules = _Rules(config)
-    _check_model(rules)
+    check_model(rules)
+    check_trainable(rules)
     _check_routing(rules, "model.", "moe.")
     _check_precision(rules)
     _check_optim_and_data(rules)
@@ -79,82 +78,6 @@ def _data_parallel(config: Config, world: int | None) -> int:
     if world is not None:
         return max(1, world // (parallel.pp * parallel.cp * parallel.tp))
     return parallel.ep // math.gcd(parallel.ep, parallel.cp)
-
-
-class _Rules:
-    """Collects the broken rules of one configuration, and which options they were about."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self._problems: list[str] = []
-        self._refused: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        """The value of a dotted option."""
-        value = self.config
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
-
-    def sound(self, *names: str) -> bool:
-        """Whether none of these options is refused so far, so that a rule may calculate with them."""
-        return not self._refused.intersection(names)
-
-    def refuse(self, name: str, rule: str) -> None:
-        self._refused.add(name)
-        self._problems.append(f"{strict.shown(name, self[name])}: {rule}")
-
-    def at_least(self, smallest: int, *names: str) -> None:
-        for name in names:
-            if not self[name] >= smallest:
-                self.refuse(name, f"must be {smallest} or more, for example {name}={smallest}")
-
-    def positive(self, example: float, *names: str) -> None:
-        for name in names:
-            if not self[name] > 0:
-                self.refuse(name, f"must be larger than 0, for example {name}={example}")
-
-    def fraction(self, example: float, *names: str) -> None:
-        for name in names:
-            if not 0 <= self[name] < 1:
-                self.refuse(name, f"must be at least 0 and less than 1, for example {name}={example}")
-
-    def one_of(self, name: str, values: Iterable[str]) -> None:
-        values = list(values)
-        if self[name] not in values:
-            close = strict.closest(str(self[name]), values)
-            hint = f"did you mean {close[0]}? There are" if close else "there are"
-            self.refuse(name, f"no such choice; {hint} {', '.join(values)}")
-
-    def finish(self) -> None:
-        if self._problems:
-            raise ConfigError("\n".join(self._problems))
-
-
-def _check_model(rules: _Rules) -> None:
-    sizes = ("dim", "num_layers", "dense_hidden", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    rules.at_least(1, *(f"model.{size}" for size in sizes))
-    rules.at_least(0, "model.num_dense_layers", "model.q_lora_rank", "model.mtp_depth", "model.init_std")
-    rules.positive(10000.0, "model.rope_theta")
-    rules.positive(1e-6, "model.norm_eps")
-    rope = rules["model.qk_rope_head_dim"]
-    if rope < 2 or rope % 2:
-        even = max(2, rope + 1)
-        rules.refuse(
-            "model.qk_rope_head_dim", f"RoPE turns pairs, so it must be even; use model.qk_rope_head_dim={even}"
-        )
-    if rules["model.vocab_size"] < BYTE_VOCABULARY:
-        rules.refuse(
-            "model.vocab_size",
-            f"the byte tokenizer has {BYTE_VOCABULARY} tokens; use model.vocab_size={BYTE_VOCABULARY} or more",
-        )
-    if rules.sound("model.num_dense_layers", "model.num_layers"):
-        layers = rules["model.num_layers"]
-        if rules["model.num_dense_layers"] > layers:
-            rules.refuse(
-                "model.num_dense_layers",
-                f"the model has model.num_layers={layers}; use model.num_dense_layers={layers} or less",
-            )
 
 
 def _check_routing(rules: _Rules, model: str, moe: str) -> None:

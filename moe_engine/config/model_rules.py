@@ -1,0 +1,104 @@
+"""The rules of section `model`: sizes that fit together, and features that are counted but not trained."""
+
+from __future__ import annotations
+
+from moe_engine.config.rules import Rules
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
+ATTENTION = ("mla", "gqa")
+ROPE_STYLES = ("interleaved", "halves")
+ROPE_SCALINGS = ("none", "yarn")
+
+
+def check_model(rules: Rules) -> None:
+    """Sizes and choices of the architecture; those of the experts are checked with the routing."""
+    rules.at_least(1, *(f"model.{size}" for size in ("dim", "num_layers", "dense_hidden", "num_heads")))
+    rules.at_least(0, *(f"model.{size}" for size in ("num_dense_layers", "mtp_depth", "init_std", "max_positions")))
+    rules.positive(10000.0, "model.rope_theta")
+    rules.positive(1e-6, "model.norm_eps")
+    rules.one_of("model.attention", ATTENTION)
+    rules.one_of("model.rope_style", ROPE_STYLES)
+    rules.one_of("model.rope_scaling", ROPE_SCALINGS)
+    if rules.sound("model.attention"):
+        (_check_latent if rules["model.attention"] == "mla" else _check_grouped)(rules)
+    if rules["model.rope_scaling"] == "yarn":
+        _check_yarn(rules)
+    if rules["model.vocab_size"] < BYTE_VOCABULARY:
+        rules.refuse(
+            "model.vocab_size",
+            f"the byte tokenizer has {BYTE_VOCABULARY} tokens; use model.vocab_size={BYTE_VOCABULARY} or more",
+        )
+    if rules.sound("model.num_dense_layers", "model.num_layers"):
+        layers = rules["model.num_layers"]
+        if rules["model.num_dense_layers"] > layers:
+            rules.refuse(
+                "model.num_dense_layers",
+                f"the model has model.num_layers={layers}; use model.num_dense_layers={layers} or less",
+            )
+
+
+def check_trainable(rules: Rules) -> None:
+    """What the engine counts and plans for, but does not compute: each is refused by its name."""
+    unbuilt = {
+        "attention": ("mla", "grouped-query attention is not built yet"),
+        "rope_style": ("interleaved", "rotary halves are not built yet"),
+        "rope_scaling": ("none", "YaRN is not built yet"),
+        "attention_bias": (False, "biases in attention are not built yet"),
+        "attention_sinks": (False, "attention sinks are not built yet"),
+        "expert_biases": (False, "biases of the router and the experts are not built yet"),
+        "swiglu_limit": (0.0, "the clamped SwiGLU is not built yet"),
+    }
+    for name, (off, rule) in unbuilt.items():
+        if rules[f"model.{name}"] != off:
+            value = str(off).lower()
+            rules.refuse(
+                f"model.{name}", f"{rule}, so this model can be planned but not trained; use model.{name}={value}"
+            )
+    window, longest, seq_len = "model.sliding_window", "model.max_positions", "train.seq_len"
+    rules.at_least(0, window)
+    rules.at_least(1, "model.sliding_window_every")
+    if rules.sound(window) and 0 < rules[window] < rules[seq_len]:
+        rules.refuse(
+            window,
+            f"sliding windows are not built yet, and {seq_len}={rules[seq_len]} is longer; "
+            f"use {seq_len}={rules[window]} or less, or {window}=0",
+        )
+    if rules.sound(longest) and 0 < rules[longest] < rules[seq_len]:
+        rules.refuse(
+            seq_len,
+            f"the model is for {longest}={rules[longest]} positions; use {seq_len}={rules[longest]} or less, "
+            f"or {longest}=0 for any length",
+        )
+
+
+def _check_latent(rules: Rules) -> None:
+    rules.at_least(1, *(f"model.{size}" for size in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")))
+    rules.at_least(0, "model.q_lora_rank")
+    rules.positive(1e-6, "model.latent_norm_eps")
+    _check_even(rules, "model.qk_rope_head_dim")
+
+
+def _check_grouped(rules: Rules) -> None:
+    heads, kv_heads = "model.num_heads", "model.num_kv_heads"
+    rules.at_least(1, kv_heads)
+    _check_even(rules, "model.head_dim")
+    if rules.sound(heads, kv_heads) and rules[heads] % rules[kv_heads]:
+        fitting = max(d for d in range(1, rules[kv_heads] + 1) if rules[heads] % d == 0)
+        rules.refuse(kv_heads, f"must divide {heads}={rules[heads]}; use {kv_heads}={fitting}")
+
+
+def _check_even(rules: Rules, name: str) -> None:
+    size = rules[name]
+    if size < 2 or size % 2:
+        rules.refuse(name, f"RoPE turns pairs, so it must be even; use {name}={max(2, size + 1)}")
+
+
+def _check_yarn(rules: Rules) -> None:
+    factor, fast, slow = "model.rope_factor", "model.rope_beta_fast", "model.rope_beta_slow"
+    if not rules[factor] >= 1:
+        rules.refuse(factor, f"YaRN stretches the context, so it must be 1 or more, for example {factor}=40")
+    rules.at_least(1, "model.rope_original_length")
+    rules.positive(1.0, slow)
+    if not rules[fast] >= rules[slow]:
+        rules.refuse(fast, f"must be at least {slow}={rules[slow]}, for example {fast}=32")
+    rules.at_least(0, "model.rope_mscale", "model.rope_mscale_all_dim")
