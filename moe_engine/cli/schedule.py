@@ -1,18 +1,22 @@
-"""`moe-engine schedule`: prove, time and draw a pipeline schedule before anything is trained."""
+"""`moe-engine schedule`: prove, time, draw and compare pipeline schedules before anything is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import choices, groups, load
 from moe_engine.config.schema import ParallelConfig, PipelineConfig
-from moe_engine.schedule import draw, schedules
+from moe_engine.schedule import chrome_trace, draw, schedules
 from moe_engine.schedule.check import Report, check
+from moe_engine.schedule.compare import Comparison, best, compare, even_fb
 from moe_engine.schedule.simulate import Cost, Simulation, formula_bubble, simulate
 
-SUMMARY = "time and draw a pipeline schedule under a cost model"
+SUMMARY = "time, draw and compare pipeline schedules under a cost model"
+PAIRED = ("dualpipev", "dualpipe")  # the schedules with overlapped pairs, that with fewer parameter copies first
+ALL = "all"  # in place of a schedule's name: the comparison
 
 
 @dataclass
@@ -22,7 +26,7 @@ class ScheduleConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cost: Cost = field(default_factory=lambda: Cost(f=1.0, b=2.0, w=1.0, fb=3.0))
-    out: str = ""  # an .svg file for the picture; empty: none
+    out: str = ""  # a file for the timetable: .svg a picture, .json a trace for Perfetto; empty: none
 
 
 def help_text() -> str:
@@ -31,6 +35,7 @@ def help_text() -> str:
 
 Print the timetable of a pipeline schedule under a cost model, with its length, idle time, bubble and the most
 activations that each rank holds. The schedule is proven legal first. Nothing is trained, no torch is loaded.
+With pipeline=all: one table of all schedules at this size, and which one to take.
 
 groups of ready choices:
 {available}
@@ -39,33 +44,51 @@ options:
   pipeline.schedule=NAME    {", ".join(schedules.names())}
   parallel.pp=4             pipeline ranks
   pipeline.micro_batches=8  micro-batches of a step (all forwards and backwards between two updates)
-  cost.f=1 cost.b=2         time of a forward, and of a full backward (weight gradient included)
+  pipeline.virtual_stages=2 stages of a rank, for interleaved_1f1b
+  cost.f=1 cost.b=2         time of a forward, and of a full backward (weight gradient included), of one stage
   cost.w=1                  the part of the backward that makes weight gradients
   cost.fb=3                 time of an overlapped forward and backward
   cost.communication=0      delay of a message between two ranks
-  out=FILE.svg              also draw the timetable into this file
+  out=FILE.svg              also draw the timetable into this file; out=FILE.json: a trace for ui.perfetto.dev
+
+With pipeline=all, cost.* are the times of 1/pp of the model; a schedule that cuts it finer gets its share of them.
 
 examples:
   moe-engine schedule pipeline=1f1b parallel.pp=4 pipeline.micro_batches=8
-  moe-engine schedule pipeline=gpipe cost.f=1 cost.b=2 out=gpipe.svg"""
+  moe-engine schedule pipeline=dualpipe parallel.pp=8 pipeline.micro_batches=20 out=dualpipe.svg
+  moe-engine schedule pipeline=all parallel.pp=8 pipeline.micro_batches=32 cost.fb=2.5"""
 
 
 def run(words: list[str]) -> int:
     config = load("schedule", words, ScheduleConfig)
     _check_options(config)
-    name, pp, micro_batches = config.pipeline.schedule, config.parallel.pp, _micro_batches(config)
-    lists = schedules.schedule(name, pp, micro_batches)
-    num_stages = schedules.num_stages(name, pp)
+    if config.pipeline.schedule == ALL:
+        print(_comparison(config))
+        return 0
+    pipeline, pp, micro_batches = config.pipeline, config.parallel.pp, _micro_batches(config)
+    lists = schedules.schedule(pipeline.schedule, pp, micro_batches, pipeline.virtual_stages)
+    num_stages = schedules.num_stages(pipeline.schedule, pp, pipeline.virtual_stages)
     report = check(lists, num_stages, micro_batches)
     simulation = simulate(lists, num_stages, config.cost)
-    title = f"{name}: {pp} ranks, {num_stages} stages, {micro_batches} micro-batches"
+    title = f"{pipeline.schedule}: {pp} ranks, {num_stages} stages, {micro_batches} micro-batches"
     print(title)
     print(draw.timetable(simulation))
-    print(_numbers(simulation, report, formula_bubble(name, pp, config.cost)))
+    print(_numbers(simulation, report, formula_bubble(pipeline.schedule, pp, config.cost)))
     if config.out:
-        Path(config.out).write_text(draw.svg(simulation, title))
+        Path(config.out).write_text(_WRITERS[Path(config.out).suffix](title, simulation))
         print(f"drawn into {config.out}")
     return 0
+
+
+def _picture(title: str, simulation: Simulation) -> str:
+    return draw.svg([draw.Panel(title, simulation.timeline)])
+
+
+def _trace(title: str, simulation: Simulation) -> str:
+    return chrome_trace.to_json(chrome_trace.timetable_events(title, simulation.timeline))
+
+
+_WRITERS: dict[str, Callable[[str, Simulation], str]] = {".svg": _picture, ".json": _trace}
 
 
 def _micro_batches(config: ScheduleConfig) -> int:
@@ -77,18 +100,33 @@ def _check_options(config: ScheduleConfig) -> None:
     """Raises ConfigError, with a line for each option that cannot be as it is."""
     problems = []
     try:
-        schedules.schedule(config.pipeline.schedule, config.parallel.pp, _micro_batches(config))
+        # For the comparison any schedule stands for the options that all share.
+        name = "gpipe" if config.pipeline.schedule == ALL else config.pipeline.schedule
+        stages = 1 if config.pipeline.schedule == ALL else config.pipeline.virtual_stages
+        schedules.schedule(name, config.parallel.pp, _micro_batches(config), stages)
     except ConfigError as error:
         problems += str(error).splitlines()
+    if config.pipeline.schedule == ALL and config.pipeline.virtual_stages < 1:
+        problems.append(f"pipeline.virtual_stages={config.pipeline.virtual_stages}: must be at least 1; use 2")
     if config.cost.f + config.cost.b == 0:
         problems.append("cost.f=0 cost.b=0: something must take time; use cost.f=1 cost.b=2")
-    out = Path(config.out)
-    if config.out and out.suffix != ".svg":
-        problems.append(f"out={config.out}: the picture is an SVG file; use out={out.with_suffix('.svg')}")
-    if config.out and not out.absolute().parent.is_dir():
-        problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
+    problems += _check_out(config)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_out(config: ScheduleConfig) -> list[str]:
+    if not config.out:
+        return []
+    out, problems = Path(config.out), []
+    if config.pipeline.schedule == ALL:
+        problems.append(f"out={config.out}: a comparison has no timetable; name one schedule, or leave out= out")
+    elif out.suffix not in _WRITERS:
+        works = " or ".join(f"out={out.with_suffix(suffix)}" for suffix in _WRITERS)
+        problems.append(f"out={config.out}: a picture is an .svg file and a trace a .json file; use {works}")
+    if not out.absolute().parent.is_dir():
+        problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
+    return problems
 
 
 def _numbers(simulation: Simulation, report: Report, formula_idle: float | None) -> str:
@@ -102,3 +140,46 @@ def _numbers(simulation: Simulation, report: Report, formula_idle: float | None)
     for rank, (idle, bubble, activations, weight_gradients) in enumerate(rows):
         lines.append(f"{rank:>4}  {idle:>8.4g}  {bubble:>8.2%}  {activations:>16}  {weight_gradients:>21}")
     return "\n".join(lines)
+
+
+def _comparison(config: ScheduleConfig) -> str:
+    pp, micro_batches, cost = config.parallel.pp, _micro_batches(config), config.cost
+    comparison = compare(pp, micro_batches, cost, _interleaved_stages(config))
+    lines = [
+        f"{pp} ranks, {micro_batches} micro-batches; times and activations of a stage are those of 1/{pp} of the model",
+        "schedule          stages a rank  makespan    bubble  formula  parameter copies  activations  with queued W",
+    ]
+    for row in comparison.rows:
+        formula = "-" if row.formula_idle is None else f"{row.formula_idle / row.makespan:.2%}"
+        lines.append(
+            f"{row.name:<16}  {row.stages_per_rank:>13}  {row.makespan:>8.5g}  {row.bubble:>8.2%}  {formula:>7}  "
+            f"{row.copies:>16}  {row.activations:>11.4g}  {row.held:>13.4g}"
+        )
+    lines += [f"not at this size: {name}: {line}" for name, why in comparison.refused.items() for line in [_first(why)]]
+    return "\n".join([*lines, _advice(comparison, config)])
+
+
+def _interleaved_stages(config: ScheduleConfig) -> int:
+    """Those asked for; 2 where nothing is said, since 1 is 1F1B itself."""
+    return max(config.pipeline.virtual_stages, 2)
+
+
+def _first(text: str) -> str:
+    return text.splitlines()[0]
+
+
+def _advice(comparison: Comparison, config: ScheduleConfig) -> str:
+    """Which to take and why, in one line; and what would change it for the schedules with overlapped pairs."""
+    row, cost = best(comparison.rows), config.cost
+    plain = comparison.named("1f1b")
+    assert plain is not None
+    gain = "" if row is plain else f", {1 - row.makespan / plain.makespan:.1%} shorter than 1f1b"
+    copies = f"{row.copies} cop{'y' if row.copies == 1 else 'ies'} of the parameters"
+    line = f"take {row.name}: the shortest step{gain}, with {copies} and {row.held:g} activations held"
+    for name in PAIRED:
+        if row.name not in PAIRED and comparison.named(name) is not None:
+            even = even_fb(name, config.parallel.pp, _micro_batches(config), cost, row.makespan)
+            if even is not None:
+                return f"{line}; {name} is shorter from cost.fb={even:.4g} down, if overlap hides that much"
+            break
+    return line

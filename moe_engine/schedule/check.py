@@ -13,7 +13,7 @@ on it, and the engine promises the same bits from every schedule.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,19 +122,21 @@ def execution_order(lists: Lists, num_stages: int) -> list[Slot]:
     done: set[Slot] = set()
     order: list[Slot] = []
     next_index = [0] * len(lists)
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(lists):
-            while next_index[rank] < len(actions):
-                needed = inputs(actions[next_index[rank]], num_stages)
-                if any(_maker(made_at, item) not in done for item in needed):
-                    break
-                slot = Slot(rank, next_index[rank])
-                done.add(slot)
-                order.append(slot)
-                next_index[rank] += 1
-                progress = True
+    ready = deque(range(len(lists)))
+    waiting: dict[Slot, list[int]] = defaultdict(list)  # ranks, by what they wait for
+    while ready:
+        rank = ready.popleft()
+        while next_index[rank] < len(lists[rank]):
+            slot = Slot(rank, next_index[rank])
+            makers = [_maker(made_at, item) for item in inputs(lists[rank][slot.position], num_stages)]
+            missing = next((maker for maker in makers if maker not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            done.add(slot)
+            order.append(slot)
+            next_index[rank] += 1
+            ready.extend(waiting.pop(slot, ()))
     if len(order) < sum(len(actions) for actions in lists):
         raise ScheduleError("deadlock: " + "; ".join(_waits(lists, made_at, done, next_index, num_stages)))
     return order

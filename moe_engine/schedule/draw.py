@@ -6,7 +6,9 @@ darker for every stage of a rank but its first, and the number is the micro-batc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 from moe_engine.schedule.action import Kind
 from moe_engine.schedule.simulate import Simulation, Timed
@@ -20,6 +22,17 @@ _COLOURS = {  # (first stage of a rank, its other stages)
 _ROW = 24  # height of a row in pixels
 _LEFT = 64  # room for the names of the ranks
 _WORDS = {Kind.F: "F forward", Kind.B: "B backward", Kind.I: "I input gradient", Kind.W: "W weight gradient"}
+
+
+class Panel(NamedTuple):
+    """A timetable, simulated or measured: a list of timed actions per rank, the first start at 0."""
+
+    title: str
+    timeline: Sequence[Sequence[Timed]]
+
+    @property
+    def length(self) -> float:
+        return max((timed.end for actions in self.timeline for timed in actions), default=0.0)
 
 
 def timetable(simulation: Simulation) -> str:
@@ -49,29 +62,43 @@ def timetable(simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
-def svg(simulation: Simulation, title: str, width: int = 1200) -> str:
-    """The schedule as a self-contained SVG picture, `width` pixels wide; the halves of a pair are stacked."""
-    height = _ROW * (len(simulation.timeline) + 3)
-    scale = (width - _LEFT - 8) / (simulation.makespan or 1.0)
+def svg(panels: Sequence[Panel], width: int = 1200) -> str:
+    """Timetables above one another on one scale of time, as a self-contained SVG picture `width` pixels wide.
+
+    The halves of a pair are stacked.
+    """
+    rows = sum(len(panel.timeline) + 2 for panel in panels)
+    height = _ROW * (rows + 1)
+    longest = max((panel.length for panel in panels), default=0.0)
+    scale = (width - _LEFT - 8) / (longest or 1.0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="10" text-anchor="middle">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="16" font-size="13" text-anchor="start">{escape(title)}</text>',
     ]
-    for rank, actions in enumerate(simulation.timeline):
-        top = _ROW * (rank + 1)
+    top = 0
+    for panel in panels:
+        parts += _panel(panel, top, scale)
+        top += _ROW * (len(panel.timeline) + 2)
+    return "\n".join([*parts, *_legend(top + 8), "</svg>", ""])
+
+
+def _panel(panel: Panel, top: int, scale: float) -> list[str]:
+    """Title, a row per rank, and the length of the whole."""
+    parts = [f'<text x="{_LEFT}" y="{top + 16}" font-size="13" text-anchor="start">{escape(panel.title)}</text>']
+    length = panel.length * scale
+    for rank, actions in enumerate(panel.timeline):
+        top += _ROW
         parts.append(f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">rank {rank}</text>')
-        length = simulation.makespan * scale
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{length:.2f}" height="{_ROW - 2}" fill="#eeeeee"/>')
         first_stage = min((half.stage for timed in actions for half in timed.action.halves()), default=0)
         for timed in actions:
             parts += _boxes(timed, first_stage, top, scale)
-    parts += _legend(_ROW * (len(simulation.timeline) + 1) + 8, simulation.makespan)
-    return "\n".join([*parts, "</svg>", ""])
+    end = f"whole step {panel.length:.6g}"
+    return [*parts, f'<text x="{_LEFT + length:.2f}" y="{top + _ROW + 11}" text-anchor="end">{end}</text>']
 
 
-def _labels(actions: list[Timed]) -> list[str]:
+def _labels(actions: Sequence[Timed]) -> list[str]:
     """What to write for each action of one rank."""
     stages = {half.stage for timed in actions for half in timed.action.halves()}
     return [timed.action.text(with_stage=len(stages) > 1) for timed in actions]
@@ -96,7 +123,7 @@ def _boxes(timed: Timed, first_stage: int, top: int, scale: float) -> list[str]:
     return [*parts, "</g>"]
 
 
-def _legend(top: int, makespan: float) -> list[str]:
+def _legend(top: int) -> list[str]:
     parts = []
     for position, (kind, colours) in enumerate(_COLOURS.items()):
         left = _LEFT + 150 * position
@@ -105,6 +132,4 @@ def _legend(top: int, makespan: float) -> list[str]:
                 f'<rect x="{left + 14 * shade}" y="{top}" width="14" height="14" fill="{colour}" stroke="#555555"/>'
             )
         parts.append(f'<text x="{left + 34}" y="{top + 11}" text-anchor="start">{_WORDS[kind]}</text>')
-    left = _LEFT + 150 * len(_COLOURS)
-    parts.append(f'<text x="{left}" y="{top + 11}" text-anchor="start">whole step {makespan:g}</text>')
     return parts

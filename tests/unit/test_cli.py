@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -125,6 +126,33 @@ def test_schedule_prints_the_timetable_and_its_numbers(capsys: pytest.CaptureFix
     assert lines[3] == "makespan 12 (idle time of a rank by the published formula: 3)"
     assert [line.split() for line in lines[5:7]] == [["0", "3", "25.00%", "2", "0"], ["1", "3", "25.00%", "1", "0"]]
     assert picture.read_text().startswith("<svg ")
+    trace = tmp_path / "trace.json"
+    assert main(["schedule", *words[:-1], f"out={trace}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"drawn into {trace}"
+    actions = [found["name"] for found in json.loads(trace.read_text())["traceEvents"] if found["ph"] == "X"]
+    assert len(actions) == 12 and {"F0@0", "B2@1"} <= set(actions)
+
+
+def test_schedule_compares_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule", "pipeline=all", "parallel.pp=8", "pipeline.micro_batches=20"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1] if not line.startswith("not at this size")}
+    assert rows["1f1b"][:3] == ["1", "81", "25.93%"] and rows["dualpipe"][:3] == ["2", "66", "9.09%"]
+    assert [line.split(":")[1].strip() for line in lines if line.startswith("not at")] == ["interleaved_1f1b"]
+    assert lines[-1].startswith("take zbv: the shortest step, 21.6% shorter than 1f1b, with 1 copy of the parameters")
+    assert main([*words, "cost.fb=2.4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("take dualpipe: the shortest step")
+
+
+def test_schedule_refuses_a_comparison_with_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert refused(capsys, "schedule", "pipeline=all", f"out={tmp_path}/x.svg")[0].endswith("or leave out= out")
+    words = ["pipeline=all", "parallel.pp=0", "pipeline.virtual_stages=0"]
+    assert [line.partition(":")[0] for line in refused(capsys, "schedule", *words)] == [
+        "parallel.pp=0",
+        "pipeline.virtual_stages=0",
+    ]
+    assert refused(capsys, "train", "pipeline=all")[0].startswith("pipeline.schedule=all: no such schedule")
 
 
 def test_schedule_refuses_what_it_cannot_time_or_draw(capsys: pytest.CaptureFixture[str]) -> None:

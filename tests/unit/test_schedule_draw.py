@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from moe_engine.schedule.action import Kind
-from moe_engine.schedule.draw import svg, timetable
+from moe_engine.schedule.draw import Panel, svg, timetable
 from moe_engine.schedule.schedules import num_stages, schedule
 from moe_engine.schedule.simulate import Cost, Simulation, simulate
 
@@ -47,7 +47,7 @@ def test_actions_without_duration_are_left_out_of_the_text() -> None:
 def test_picture_has_a_box_for_every_half_at_its_time() -> None:
     cost = Cost(f=1, b=2, w=1, fb=3)
     simulation = simulated("dualpipe", 4, 8, cost)
-    root = ElementTree.fromstring(svg(simulation, "dualpipe <4 & 8>", width=1000))
+    root = ElementTree.fromstring(svg([Panel("dualpipe <4 & 8>", simulation.timeline)], width=1000))
     groups = root.findall(f"{SVG}g")
     timed = [timed for actions in simulation.timeline for timed in actions]
     assert len(groups) == len(timed)
@@ -68,7 +68,7 @@ def test_picture_has_a_box_for_every_half_at_its_time() -> None:
 def test_picture_tells_stages_of_a_rank_apart() -> None:
     simulation = simulated("dualpipe", 4, 8, Cost(f=1, b=2, w=1, fb=3))
     fills: dict[str, set[str]] = {}
-    for group in ElementTree.fromstring(svg(simulation, "")).findall(f"{SVG}g"):
+    for group in ElementTree.fromstring(svg([Panel("", simulation.timeline)])).findall(f"{SVG}g"):
         title, boxes = group.find(f"{SVG}title"), group.findall(f"{SVG}rect")
         if title is not None and len(boxes) == 1:
             action = (title.text or "").split(":")[0]
@@ -76,3 +76,17 @@ def test_picture_tells_stages_of_a_rank_apart() -> None:
     assert all(len(colours) == 1 for colours in fills.values())
     shown = [fills[word] for word in ("F@1", "F@2", "B@1", "B@2", "I@2", "W@2")]  # stage 2 is a rank's second
     assert len(set.union(*shown)) == len(shown)
+
+
+def test_panels_share_one_scale_of_time() -> None:
+    fast, slow = (simulated("1f1b", 2, 3, Cost(f=t, b=2 * t, w=t, fb=0)) for t in (1, 2))
+    root = ElementTree.fromstring(svg([Panel("fast", fast.timeline), Panel("slow", slow.timeline)], width=1000))
+    groups = root.findall(f"{SVG}g")
+    assert len(groups) == 2 * len([timed for actions in fast.timeline for timed in actions])
+    ends = []
+    for half in (groups[: len(groups) // 2], groups[len(groups) // 2 :]):
+        boxes = [box for group in half for box in group.findall(f"{SVG}rect")]
+        ends.append(max(float(box.attrib["x"]) + float(box.attrib["width"]) for box in boxes))
+    assert ends[1] == 1000 - 8 and abs((ends[1] - 64) - 2 * (ends[0] - 64)) < 0.01
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"fast", "slow", "whole step 12", "whole step 24"} <= set(texts)

@@ -24,8 +24,10 @@ def torch_lists(kind: str, pp: int, micro_batches: int, stages_per_rank: int) ->
     oracle.number_of_rounds = max(1, micro_batches // pp)
     oracle.microbatches_per_round = micro_batches // oracle.number_of_rounds
     lists: Operations = []
+    whole = oracle._get_pipeline_order() if stages_per_rank == 1 else None
     for rank in range(pp):
-        actions = [action for action in oracle._calculate_single_rank_operations(rank) if action is not None]
+        order = whole[rank] if whole else oracle._calculate_single_rank_operations(rank)
+        actions = [action for action in order if action is not None]
         lists.append(
             [
                 tuple(
@@ -50,18 +52,36 @@ def without_weight_gradients(lists: Operations) -> Operations:
     return [[halves for halves in operations if halves[0][0] != "W"] for operations in lists]
 
 
-@pytest.mark.parametrize(("pp", "micro_batches", "virtual_stages"), [(4, 8, 2), (2, 6, 3), (8, 8, 2), (3, 12, 4)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 3), (2, 4), (3, 7), (4, 4), (8, 20), (16, 32)])
+def test_gpipe(pp: int, micro_batches: int) -> None:
+    assert our_lists("gpipe", pp, micro_batches, 1) == torch_lists("ScheduleGPipe", pp, micro_batches, 1)
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 3), (2, 4), (3, 7), (4, 4), (8, 20), (16, 32)])
+def test_1f1b(pp: int, micro_batches: int) -> None:
+    """torch 2.13 numbers the last rank's forwards from 1 in these lists (it does not run them); theirs are shifted."""
+    theirs = torch_lists("Schedule1F1B", pp, micro_batches, 1)
+    forwards = [halves[0][2] for halves in theirs[-1] if halves[0][0] == "F"]
+    shift = min(forwards)
+    theirs[-1] = [((k, s, m - shift if k == "F" else m),) for ((k, s, m),) in theirs[-1]]
+    assert our_lists("1f1b", pp, micro_batches, 1) == theirs
+
+
+@pytest.mark.parametrize(
+    ("pp", "micro_batches", "virtual_stages"),
+    [(4, 8, 2), (2, 6, 3), (8, 8, 2), (3, 12, 4), (2, 8, 8), (8, 32, 6), (16, 32, 2)],
+)
 def test_interleaved_1f1b(pp: int, micro_batches: int, virtual_stages: int) -> None:
     ours = our_lists("interleaved_1f1b", pp, micro_batches, virtual_stages)
     assert ours == torch_lists("ScheduleInterleaved1F1B", pp, micro_batches, virtual_stages)
 
 
-@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (3, 7), (4, 10), (8, 16)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (3, 7), (4, 10), (8, 16), (16, 40)])
 def test_dualpipev(pp: int, micro_batches: int) -> None:
     assert our_lists("dualpipev", pp, micro_batches, 1) == torch_lists("ScheduleDualPipeV", pp, micro_batches, 2)
 
 
-@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 3), (3, 5), (4, 10), (8, 16)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 3), (3, 5), (4, 10), (8, 16), (16, 33)])
 def test_zbv(pp: int, micro_batches: int) -> None:
     """At the end, where only weight gradients are left, torch empties one side first and we the queue in its order."""
     ours, theirs = our_lists("zbv", pp, micro_batches, 1), torch_lists("ScheduleZBVZeroBubble", pp, micro_batches, 2)
