@@ -81,10 +81,9 @@ class Trainer:
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)
         self.executor = Executor(self.stages, self.groups)
-        pipeline = config.pipeline
-        lists = schedules.schedule(pipeline.schedule, config.parallel.pp, self.micro_batches, pipeline.virtual_stages)
-        check(lists, len(self.groups.placement.stages), self.micro_batches)
-        self.actions = lists[self.groups.layout.coordinate(rank).pp]
+        pipeline, pp = config.pipeline, config.parallel.pp
+        self.lists = schedules.schedule(pipeline.schedule, pp, self.micro_batches, pipeline.virtual_stages)
+        check(self.lists, len(self.groups.placement.stages), self.micro_batches)
         self.num_parameters = parameter_count(config.model).total
         self.steps_done = 0
         self.tokens_seen = 0
@@ -137,7 +136,7 @@ class Trainer:
             raise ValueError(f"{len(batches)} micro-batches: this job has {self.micro_batches} per rank and step")
         items = self.count_items(batches)
         self.optimizer.zero_grad()
-        sums = self.executor.run(self.actions, batches, LossRule(items, self.config.train.mtp_loss_weight))
+        sums = self.executor.run(self.lists, batches, LossRule(items, self.config.train.mtp_loss_weight))
         self.optimizer.reduce_gradients()
         return StepGradients(items, sums)
 

@@ -58,6 +58,8 @@ class Case:
     skew: bool = False  # all tokens choose the same experts: most experts, and at ep > 1 whole ranks, have none
     padding: bool = False  # rows end in padding tokens
     virtual_stages: int = 1
+    layers: int = 4
+    rows: int = GLOBAL_BATCH  # sequences a step, over all ranks
 
     @property
     def world(self) -> int:
@@ -67,6 +69,7 @@ class Case:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"ep{self.ep}", self.schedule, f"mb{self.micro_batch}", self.combine]
         words += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
         words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
+        words += [f"layers{self.layers}"] if self.layers != 4 else []
         return "-".join([*words, self.precision])
 
 
@@ -80,9 +83,9 @@ class Record:
 
 
 def config_of(case: Case) -> Config:
-    """A model with every part in small: 1 dense and 3 MoE layers, node-limited routing, MTP; for 4 stages at most."""
+    """A model with every part in small: 1 dense and 3 (or more) MoE layers, node-limited routing, MTP."""
     model = ModelConfig(
-        vocab_size=61, dim=32, num_layers=4, num_dense_layers=1, dense_hidden=48,
+        vocab_size=61, dim=32, num_layers=case.layers, num_dense_layers=1, dense_hidden=48,
         num_heads=2, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
         num_experts=8, top_k=3, expert_hidden=16, num_shared_experts=1, num_groups=4, top_groups=2,
         route_scale=1.5, mtp_depth=case.mtp_depth, tied_head=case.tied, init_std=0.1,
@@ -97,7 +100,7 @@ def config_of(case: Case) -> Config:
         # are nothing but rounding, and in fp32 that noise (3e-7 of a gradient) grows a hundredfold in three steps.
         optim=OptimConfig(lr=3e-3, warmup_steps=2, clip=0.5, eps=1e-3),
         train=TrainConfig(
-            steps=case.total_steps, global_batch=GLOBAL_BATCH, micro_batch=case.micro_batch, seq_len=SEQ_LEN, seed=1
+            steps=case.total_steps, global_batch=case.rows, micro_batch=case.micro_batch, seq_len=SEQ_LEN, seed=1
         ),
     )
 
@@ -106,8 +109,8 @@ def global_batch(case: Case, step: int) -> Batch:
     """All rows of a step: several documents a row, ragged label masks, one row with a single valid target."""
     chance = torch.Generator().manual_seed(100 + step)
     depths = 1 + case.mtp_depth
-    stream = torch.randint(0, 61, (GLOBAL_BATCH, SEQ_LEN + depths), generator=chance)
-    border = torch.randint(1, SEQ_LEN, (GLOBAL_BATCH, 1), generator=chance)
+    stream = torch.randint(0, 61, (case.rows, SEQ_LEN + depths), generator=chance)
+    border = torch.randint(1, SEQ_LEN, (case.rows, 1), generator=chance)
     place = torch.arange(SEQ_LEN + depths)[None]
     documents = (place >= border).int()
     positions = torch.where(place >= border, place - border, place)
@@ -115,13 +118,13 @@ def global_batch(case: Case, step: int) -> Batch:
     labels = torch.stack([stream[:, k + 1 : k + 1 + SEQ_LEN] for k in range(depths)])
     for k in range(depths):
         crosses = documents[:, k + 1 : k + 1 + SEQ_LEN] != documents[:, :SEQ_LEN]
-        dropped = torch.rand(GLOBAL_BATCH, SEQ_LEN, generator=chance) < torch.linspace(0, 0.9, GLOBAL_BATCH)[:, None]
+        dropped = torch.rand(case.rows, SEQ_LEN, generator=chance) < torch.linspace(0, 0.9, case.rows)[:, None]
         labels[k][crosses | dropped] = IGNORE
     labels[:, 5] = IGNORE
     labels[0, 5, 3] = 7
     mask = None
     if case.padding:
-        lengths = torch.randint(4, SEQ_LEN + 1, (GLOBAL_BATCH, 1), generator=chance)
+        lengths = torch.randint(4, SEQ_LEN + 1, (case.rows, 1), generator=chance)
         mask = place[:, :SEQ_LEN] < lengths
         labels[:, ~mask] = IGNORE
     return Batch(tokens, labels, positions[:, :SEQ_LEN], documents[:, :SEQ_LEN], mask)
@@ -171,7 +174,7 @@ def _rank(
 def rank_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
     """The micro-batches of this rank: its contiguous slice of the global rows."""
     rows = global_batch(case, step)
-    own = GLOBAL_BATCH // case.dp
+    own = case.rows // case.dp
     first = trainer.groups.data.rank * own
     return [rows.slice_rows(i, i + case.micro_batch) for i in range(first, first + own, case.micro_batch)]
 
@@ -274,4 +277,4 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def one_process(case: Case) -> Case:
     """The same job on one rank: the truth that `case` is held against."""
-    return replace(case, pp=1, dp=1, ep=1, schedule="1f1b", virtual_stages=1, micro_batch=GLOBAL_BATCH, combine="dedup")
+    return replace(case, pp=1, dp=1, ep=1, schedule="1f1b", virtual_stages=1, micro_batch=case.rows, combine="dedup")

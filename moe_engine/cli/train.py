@@ -107,13 +107,7 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
         return
     pp, model, virtual_stages = config.parallel.pp, config.model, config.pipeline.virtual_stages
     schedules.schedule(name, pp, config.pipeline.micro_batches or 1, virtual_stages)
-    held = [stage for stages in schedules.stage_of_rank(name, pp, virtual_stages) for stage in stages]
-    if len(held) > len(set(held)):
-        raise ConfigError(
-            f"pipeline.schedule={name}: keeps each stage on two ranks, which training cannot do yet; "
-            "use pipeline.schedule=1f1b or dualpipev"
-        )
-    stages, blocks = max(held) + 1, model.num_layers + (model.mtp_depth > 0)
+    stages, blocks = schedules.num_stages(name, pp, virtual_stages), model.num_layers + (model.mtp_depth > 0)
     if stages > blocks:
         raise ConfigError(
             f"parallel.pp={pp}: with pipeline.schedule={name} the model is cut into {stages} stages, and it has blocks "

@@ -7,6 +7,9 @@
 A receive is posted one action ahead (`schedule.check` proves that this order cannot deadlock) and waited for at
 its first use; messages are tagged by stage and micro-batch. The graph is cut at stage borders, which the
 executor owns: nothing inside a stage detaches. Between two stages of one rank tensors are handed over directly.
+
+A stage may be held by several ranks (DualPipe's two directions): the lists say which of them a micro-batch meets,
+so the executor reads those of all ranks and runs its own.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Pending
 from moe_engine.distributed.groups import Groups
 from moe_engine.model.batch import Batch
 from moe_engine.model.transformer import LossRule, Stage, StageOutput
 from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.pipeline.recorder import Recorder, recorded
 from moe_engine.schedule.action import Action, Item, Kind, Output, inputs
+from moe_engine.schedule.check import Lists, rank_of_work
 
 
 @dataclass
@@ -57,6 +61,9 @@ class _Step:
     batches: Sequence[Batch]
     rule: LossRule
     sums: StepSums
+    rank_of: dict[
+        tuple[int, int], int
+    ]  # the pipeline rank that a micro-batch meets at a stage, by (stage, micro-batch)
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     received: dict[Item, Pending] = field(default_factory=dict)
     local: dict[Item, Tensor] = field(default_factory=dict)
@@ -67,31 +74,32 @@ class Executor:
     """Runs action lists over the stages that this rank holds.
 
     stages: by stage index; hidden size and dtype of the border tensors come from the stages themselves.
-    Raises ConfigError for a placement with several holders of a stage (DualPipe's two directions).
+    recorder: is told when each action starts and ends, and each wait for a message; may be set between runs.
     """
 
-    def __init__(self, stages: dict[int, Stage], groups: Groups) -> None:
-        if any(len(ranks) > 1 for ranks in groups.placement.rank_of_stage.values()):
-            raise ConfigError(
-                "pipeline.schedule: one that keeps each stage on two ranks cannot be run yet; use dualpipev or 1f1b"
-            )
-        self.stages, self.groups = stages, groups
+    def __init__(self, stages: dict[int, Stage], groups: Groups, recorder: Recorder | None = None) -> None:
+        self.stages, self.groups, self.recorder = stages, groups, recorder
         self.num_stages = len(groups.placement.stages)
         self.here = groups.layout.coordinate(groups.rank).pp
         self.queue = WgradQueue()
 
-    def run(self, actions: Sequence[Action], batches: Sequence[Batch], rule: LossRule) -> StepSums:
-        """One pass: gradients are added to the parameters' `.grad`, the loss sums returned (of this rank only)."""
+    def run(self, lists: Lists, batches: Sequence[Batch], rule: LossRule) -> StepSums:
+        """One pass: gradients are added to the parameters' `.grad`, the loss sums returned (of this rank only).
+
+        `lists` are those of all pipeline ranks; this one runs its own.
+        """
         device = batches[0].tokens.device
         sums = StepSums(
             torch.zeros(2, batches[0].labels.shape[0], dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.float64, device=device),
         )
-        step = _Step(batches, rule, sums)
+        step = _Step(batches, rule, sums, rank_of_work(lists))
+        actions = lists[self.here]
         for i, action in enumerate(actions):
             for upcoming in actions[i : i + 2]:
                 self._post_receives(step, upcoming)
-            self._act(step, action)
+            with recorded(self.recorder, action.text(with_stage=True)):
+                self._act(step, action)
         for pending in step.sends:
             pending.wait()
         if step.live or len(self.queue):
@@ -101,13 +109,16 @@ class Executor:
         return step.sums
 
     def forward_only(self, batches: Sequence[Batch], rule: LossRule) -> StepSums:
-        """Evaluate: forwards alone, no gradients, no routing statistics."""
-        mine = sorted(self.stages)
-        actions = [Action(Kind.F, m, stage) for m in range(len(batches)) for stage in mine]
+        """Evaluate: forwards alone, no gradients, no routing statistics; on the first holder of each stage."""
+        first = {stage: ranks[0] for stage, ranks in self.groups.placement.rank_of_stage.items()}
+        lists = [
+            [Action(Kind.F, m, stage) for m in range(len(batches)) for stage in sorted(held) if first[stage] == pp]
+            for pp, held in enumerate(self.groups.placement.stages_of_rank)
+        ]
         for stage in self.stages.values():
             stage.eval()
         with torch.no_grad():
-            sums = self.run(actions, batches, rule)
+            sums = self.run(lists, batches, rule)
         for stage in self.stages.values():
             stage.train()
         return sums
@@ -155,9 +166,9 @@ class Executor:
     def _post_receives(self, step: _Step, action: Action) -> None:
         """Post what `action` will wait for, if another rank makes it and it is not posted yet."""
         for item in inputs(action, self.num_stages):
-            if item.stage in self.stages or item in step.received:
+            source = step.rank_of[item.stage, item.micro_batch]
+            if source == self.here or item in step.received:
                 continue
-            source = self.groups.placement.rank_of_stage[item.stage][0]
             link = self.groups.edges[source, self.here, item.output.value]
             buffer = self._border_tensor(step.batches[item.micro_batch])
             step.received[item] = link.receive(buffer, 1 - link.rank, self._tag(step, item), str(item))
@@ -169,14 +180,18 @@ class Executor:
         return torch.empty(rows, stage.model.dim, dtype=stage.dtype, device=batch.tokens.device)
 
     def _take(self, step: _Step, item: Item) -> Tensor:
-        return step.local.pop(item) if item in step.local else step.received.pop(item).wait()
+        if item in step.local:
+            return step.local.pop(item)
+        with recorded(self.recorder, f"wait for the {item}"):
+            return step.received.pop(item).wait()
 
     def _give(self, step: _Step, item: Item, user: int, x: Tensor) -> None:
         """Pass `x` to the stage that uses it: directly on this rank, or by a message that is started now."""
-        if user in self.stages:
+        target = step.rank_of[user, item.micro_batch]
+        if target == self.here:
             step.local[item] = x
             return
-        link = self.groups.edges[self.here, self.groups.placement.rank_of_stage[user][0], item.output.value]
+        link = self.groups.edges[self.here, target, item.output.value]
         step.sends = [pending for pending in step.sends if not pending.done()]
         step.sends.append(link.send(x, 1 - link.rank, self._tag(step, item), str(item)))
 

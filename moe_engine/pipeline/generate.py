@@ -37,7 +37,8 @@ def _next_token(executor: Executor, tokens: list[int], chance: torch.Generator, 
     groups = executor.groups
     chosen = torch.zeros(1, dtype=torch.int64)
     for stage in executor.stages.values():
-        if stage.spec.head and groups.data.rank == 0:
+        # Where the head has two holders, one of them ran the forward.
+        if stage.spec.head and 0 in sums.hidden and groups.data.rank == 0:
             logits = stage.logits(sums.hidden[0][len(tokens) - 1 : len(tokens)])[0]
             chosen[0] = _sample(logits, uniform, temperature)
     return int(groups.world.all_reduce_sum(chosen.to(batch.tokens.device), "sampled token"))

@@ -88,6 +88,16 @@ def producers(lists: Lists) -> dict[Item, Slot]:
     return made_at
 
 
+def rank_of_work(lists: Lists) -> dict[tuple[int, int], int]:
+    """The rank whose list has the work of (stage, micro-batch); where a stage has several holders, one of them."""
+    return {
+        (half.stage, half.micro_batch): rank
+        for rank, actions in enumerate(lists)
+        for action in actions
+        for half in action.halves()
+    }
+
+
 def sent(lists: Lists, num_stages: int) -> dict[Channel, list[Item]]:
     """The messages of each channel, in the order in which the source sends them."""
     channel_of = {item: channel for channel, items in received(lists, num_stages).items() for item in items}

@@ -114,8 +114,7 @@ def run_once(trainer: Trainer, executor: Executor, lists: Sequence[Sequence[Acti
     """One pass over `count` micro-batches: sums and raw gradients."""
     batches = rows(count, seed=count)
     trainer.optimizer.zero_grad()
-    pp = trainer.groups.layout.coordinate(trainer.groups.rank).pp
-    sums: StepSums = executor.run(lists[pp], batches, LossRule(count_items(batches), 0.3))
+    sums: StepSums = executor.run(lists, batches, LossRule(count_items(batches), 0.3))
     counts = trainer._take_expert_counts()
     trainer.optimizer.reduce_gradients()
     gradients = {(s.name, s.start): s.gradient.clone() for s in trainer.optimizer.named_gradient_shards()}
@@ -191,8 +190,9 @@ def truth() -> dict[int, dict[str, Any]]:
         (2, ONE_STAGE_A_RANK),
         (4, ONE_STAGE_A_RANK),
         (2, ("zbv", "dualpipev")),
+        (2, ("dualpipe",)),
     ],
-    ids=["pp1", "pp2", "pp4", "pp2_in_a_v"],
+    ids=["pp1", "pp2", "pp4", "pp2_in_a_v", "pp2_both_ways"],
 )
 def test_every_size_runs_or_is_refused_and_gives_the_same(
     pp: int, names: tuple[str, ...], truth: dict[int, dict[str, Any]]
@@ -204,7 +204,7 @@ def test_every_size_runs_or_is_refused_and_gives_the_same(
         for count in MICRO_BATCHES:
             found = [result[name, count] for result in results]
             if isinstance(found[0], str):
-                assert name in ("zbv", "dualpipev") and len(set(found)) == 1
+                assert name in ("zbv", "dualpipev", "dualpipe") and len(set(found)) == 1
                 assert f"micro_batches={count}" in found[0] and "use" in found[0]
                 continue
             ran += 1
@@ -223,7 +223,7 @@ def test_every_size_runs_or_is_refused_and_gives_the_same(
             }
             if pp > 1:
                 assert_same_order([each["log"] for each in found], (name, count))
-    assert ran == (7 if "zbv" in names else 6 * len(names))
+    assert ran == (7 if "zbv" in names else 2 if "dualpipe" in names else 6 * len(names))
 
 
 def actions(text: str) -> list[Action]:
@@ -244,7 +244,7 @@ def test_lists_that_do_not_add_up_raise(text: str) -> None:
     trainer.optimizer.zero_grad()
     batches = rows(2)
     with pytest.raises((ValueError, KeyError, IndexError)):
-        trainer.executor.run(actions(text), batches, LossRule(count_items(batches), 0.3))
+        trainer.executor.run([actions(text)], batches, LossRule(count_items(batches), 0.3))
 
 
 def test_a_job_refuses_another_number_of_micro_batches() -> None:
@@ -253,16 +253,6 @@ def test_a_job_refuses_another_number_of_micro_batches() -> None:
         with pytest.raises(ValueError, match=f"{count} micro-batches: this job has 2"):
             trainer.step(rows(count))
     assert trainer.step(rows(2)).items.tokens == 2 * LENGTH
-
-
-def _two_holders(rank: int) -> str:
-    with pytest.raises(ConfigError) as error:
-        Trainer(tiny_config(pp=2, name="dualpipe", micro_batches=4), rank, torch.device("cpu"))
-    return str(error.value)
-
-
-def test_a_schedule_with_each_stage_on_two_ranks_is_refused() -> None:
-    assert all("use dualpipev or 1f1b" in message for message in run_ranks(2, _two_holders))
 
 
 def _generate(rank: int, pp: int, dp: int, ep: int, name: str) -> list[list[int]]:
@@ -276,3 +266,4 @@ def test_all_ranks_of_any_layout_draw_the_same_text() -> None:
     assert [len(text) for text in expected] == [8, 8, 5] and expected[0] != expected[1]
     assert run_ranks(4, _generate, 2, 2, 2, "1f1b") == [expected] * 4
     assert run_ranks(2, _generate, 2, 1, 1, "zbv") == [expected] * 2
+    assert run_ranks(4, _generate, 2, 2, 2, "dualpipe") == [expected] * 4

@@ -8,11 +8,14 @@ from itertools import product
 
 import pytest
 import torch
-from layouts import GLOBAL_BATCH, Case, Record, differences, one_process, run
+from layouts import GLOBAL_BATCH, Case, Record, config_of, differences, one_process, rank_batches, run
+from ranks import run_ranks
 
 from moe_engine.model.batch import Batch, ItemCounts, count_items
 from moe_engine.model.transformer import LossRule
 from moe_engine.moe.balance import update_expert_bias
+from moe_engine.planner.flops import parameter_count
+from moe_engine.schedule import schedules
 from moe_engine.trainer import StepGradients, StepResult, Trainer
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
@@ -55,6 +58,8 @@ FEW = [
     Case(pp=4, dp=1, tied=True, schedule="zbv"),
     Case(pp=2, dp=4, ep=2, skew=True),
     Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
+    Case(pp=4, dp=1, schedule="dualpipe"),
 ]
 
 
@@ -84,9 +89,22 @@ def all_layouts() -> list[Case]:
     return found
 
 
+def both_ways() -> list[Case]:
+    """DualPipe, each stage on two ranks, up to eight stages."""
+    small = [
+        Case(pp, dp, ep, "dualpipe", combine=combine, tied=tied, skew=skew, padding=not skew)
+        for pp, dp, ep in ((2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 1))
+        for tied, skew, combine in ((False, False, "dedup"), (True, False, "exact"), (True, True, "dedup"))
+    ]
+    large = [
+        Case(4, 2, ep, "dualpipe", tied=tied, rows=16) for ep, tied in ((1, True), (2, False), (2, True))
+    ] + [Case(8, 1, 1, "dualpipe", tied=tied, rows=16, layers=8) for tied in (False, True)]
+    return small + large
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("case", all_layouts(), ids=str)
+@pytest.mark.parametrize("case", all_layouts() + both_ways(), ids=str)
 def test_every_layout_equals_one_process(case: Case, precision: str) -> None:
     case = replace(case, precision=precision)
     record = run(case)
@@ -128,6 +146,37 @@ def test_gradient_bits_do_not_depend_on_the_schedule() -> None:
     for schedule in ("gpipe", "split_1f1b", "zb_h1"):
         worst = differences(plain, run(replace(case, schedule=schedule)))
         assert not any(worst.values()), (schedule, worst)
+
+
+def _halves(rank: int, schedule: str) -> list[list[tuple[str, int, torch.Tensor]]]:
+    """Raw gradients of a whole batch, or of each half of it alone, all divided by the counts of the whole."""
+    case = Case(pp=2, schedule=schedule, precision="fp32")
+    trainer = Trainer(config_of(case), rank, torch.device("cpu"))
+    batches = rank_batches(trainer, case, 0)
+    rule = LossRule(trainer.count_items(batches), 0.3)
+    halves = [batches] if schedule == "dualpipe" else [batches[:4], batches[4:]]
+    found = []
+    for half in halves:
+        trainer.optimizer.zero_grad()
+        trainer.executor.run(schedules.schedule(schedule, 2, len(half)), half, rule)
+        trainer.optimizer.reduce_gradients()
+        found.append([(s.name, s.start, s.gradient.clone()) for s in trainer.optimizer.named_gradient_shards()])
+    return found
+
+
+def test_dualpipe_gradients_have_the_bits_of_the_sum_of_its_halves() -> None:
+    """But for the embedding table: a rank holds both ends of the model, and adds up both their gradients as they come."""
+
+    def whole(ranks: list[list[list[tuple[str, int, torch.Tensor]]]], half: int) -> dict[str, torch.Tensor]:
+        parts = sorted((name, start, part.tolist()) for rank in ranks for name, start, part in rank[half])
+        names = dict.fromkeys(name for name, _, _ in parts)
+        return {name: torch.tensor([x for n, _, part in parts if n == name for x in part]) for name in names}
+
+    both, apart = run_ranks(2, _halves, "dualpipe"), run_ranks(2, _halves, "1f1b")
+    gradients, first, second = whole(both, 0), whole(apart, 0), whole(apart, 1)
+    assert gradients.keys() == first.keys()
+    differing = [name for name in gradients if not torch.equal(gradients[name], first[name] + second[name])]
+    assert differing in ([], ["embedding.weight"])
 
 
 def test_two_runs_have_the_same_bits() -> None:
@@ -198,8 +247,6 @@ def test_harness_goes_red_under_a_fault(fault: object, seen_in: str) -> None:
 
 
 def _unit_gradient_norm(rank: int, case: Case) -> tuple[float, int]:
-    from layouts import config_of
-
     trainer = Trainer(config_of(case), rank, torch.device("cpu"))
     trainer.optimizer.zero_grad()
     for named in trainer.named:
@@ -211,12 +258,11 @@ def _unit_gradient_norm(rank: int, case: Case) -> tuple[float, int]:
     return trainer.optimizer.gradient_norm()
 
 
-@pytest.mark.parametrize("case", [Case(), Case(pp=2, dp=2, ep=2, tied=True), Case(pp=2, dp=4, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(pp=2, dp=2, ep=2, tied=True), Case(pp=2, dp=4, ep=2), Case(pp=4, schedule="dualpipe", tied=True)],
+    ids=str,
+)
 def test_unit_gradients_have_norm_sqrt_of_parameters(case: Case) -> None:
-    from layouts import config_of
-    from ranks import run_ranks
-
-    from moe_engine.planner.flops import parameter_count
-
     expected = parameter_count(config_of(case).model).total ** 0.5
     assert run_ranks(case.world, _unit_gradient_norm, case) == pytest.approx([expected] * case.world, rel=1e-15)

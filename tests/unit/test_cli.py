@@ -104,10 +104,6 @@ def test_all_that_is_wrong_is_told_before_anything_starts(
 def test_the_schedule_must_run_at_these_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["parallel.pp=2", "model.num_layers=8", "train.global_batch=4", "train.micro_batch=4"]
     assert refused(capsys, "train", "pipeline.schedule=dualpipe", *sizes)[0].startswith("pipeline.micro_batches=1: ")
-    both_ways = ["parallel.pp=2", "pipeline.schedule=dualpipe", "train.global_batch=16"]
-    assert refused(capsys, "train", *both_ways)[0].startswith(
-        "pipeline.schedule=dualpipe: keeps each stage on two ranks"
-    )
     folded = ["parallel.pp=2", "pipeline.schedule=dualpipev", "model.num_layers=3"]
     assert refused(capsys, "train", *folded) == [
         "parallel.pp=2: with pipeline.schedule=dualpipev the model is cut into 4 stages, and it has blocks for 3; "
