@@ -12,7 +12,6 @@ moves the old folder to `.step_<n>.replaced` for the moment between two renames.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from moe_engine.checkpoint.reshard import Copy, Entry, Part, Range
 from moe_engine.config.errors import ConfigError
+from moe_engine.data.tokens import sync
 
 FORMAT = "moe_engine checkpoint"
 VERSION = 1
@@ -96,7 +96,7 @@ def write_tensors(path: Path, file: str, parts: Sequence[Part]) -> Written:
         raise ValueError(f"{file}: a key is given twice among {[part.key for part in parts]}")
     try:
         save_file(tensors, path / file)
-        _sync(path / file)
+        sync(path / file)
         size = (path / file).stat().st_size
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
@@ -122,28 +122,19 @@ def write_index(path: Path, index: Index) -> None:
     }
     body["crc32"] = zlib.crc32(json.dumps(body).encode())
     (path / INDEX).write_text(json.dumps(body, indent=1))
-    _sync(path / INDEX)
+    sync(path / INDEX)
 
 
 def commit(partial: Path, final: Path) -> None:
     """Make the written folder the checkpoint, in one rename; the only step that others can see."""
-    _sync(partial)
+    sync(partial)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def _sync(path: Path) -> None:
-    """Wait until the file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checksum(values: Tensor) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.text import ByteTokenizer, Document, TextFile, choose_documents, find_files, split_documents
-from moe_engine.data.tokens import TokenStream, TokenWriter, sync_folder, token_type
+from moe_engine.data.tokens import TokenStream, TokenWriter, sync, token_type
 
 _FORMAT = 1  # part of the key: raise it when the same files would give other tokens
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -143,7 +143,7 @@ def _publish(partial: Path, folder: Path) -> None:
     except OSError:
         if not folder.exists():  # otherwise another process was first, with the same content
             raise
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def _content_digest(folder: Path) -> str:

@@ -115,7 +115,7 @@ class TokenWriter:
             self.idx_path.unlink(missing_ok=True)  # never an old index beside new tokens
             os.replace(self._bin_partial, self.bin_path)
             os.replace(self._idx_partial, self.idx_path)
-            sync_folder(self.idx_path.parent)
+            sync(self.idx_path.parent)
         except BaseException:
             self.abort()
             raise
@@ -267,9 +267,9 @@ def _flush_to_disk(file: BinaryIO, path: Path) -> None:
         raise _named(error, path) from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames inside a folder last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder with the renames inside it, is on the disk: it then lasts through a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -230,7 +230,7 @@ KILLS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "before the first file": lambda patch: _exit_before(patch, files, "save_file"),
     "within the first file": lambda patch: _exit_before(patch, files, "save_file", half=True),
     "before the index": lambda patch: _exit_before(patch, files, "write_index"),
-    "before the index is on disk": lambda patch: _exit_before(patch, files, "_sync", call=2),
+    "before the index is on disk": lambda patch: _exit_before(patch, files, "sync", call=2),
     "before the commit": lambda patch: _exit_before(patch, files, "commit"),
     "before the rename": lambda patch: _exit_before(patch, Path, "rename"),
 }

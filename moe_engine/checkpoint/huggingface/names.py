@@ -1,0 +1,201 @@
+"""Which Hugging Face tensor holds which rows of which of our tensors: all the difference between the two layouts.
+
+The layouts differ in three ways, and in no other:
+
+* names (`model.layers.3.mlp.gate.weight` is our `layers.3.moe.router.weight`);
+* gate and up projections are two tensors there and one here, gate rows first; a file may also hold all experts of a
+  layer fused, `experts.gate_up_proj` [E, 2F, D] and `experts.down_proj` [E, D, F], as transformers has them in memory;
+* an MTP module projects [embedding; hidden] there (`eh_proj`) and [hidden; embedding], as the report writes it
+  (arXiv 2412.19437, eq. 21), here: the halves of the columns change places.
+
+The order of rotary rows is the same: `model.rope_style` says which numbers turn together. Nothing is computed but these
+moves, so a tensor that goes there and back keeps every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_engine.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of one of our tensors: a whole Hugging Face tensor, or one slice of a fused one.
+
+    shape: of these rows, [rows, columns] or [rows]. index, of: slice `index` of a tensor [of, rows, columns].
+    swap: the halves of the columns are exchanged.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    index: int | None = None
+    of: int = 1
+    swap: bool = False
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the Hugging Face tensor."""
+        return self.shape if self.index is None else (self.of, *self.shape)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """One of our tensors. forms: the ways in which a folder may hold it, each from the first to the last row; the
+    first form is the one that is written. No form: the family has no such tensor, here it is zero."""
+
+    name: str
+    shape: tuple[int, ...]
+    forms: tuple[tuple[Rows, ...], ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A Hugging Face tensor that repeats another one. written: a folder of ours has it; it may be absent in others'."""
+
+    key: str
+    original: str
+    written: bool
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of one `model_type` spell what the others spell in another way."""
+
+    moe: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router_bias: bool = False
+    shared_experts: bool = True
+    mtp: bool = False
+
+
+FAMILIES = {
+    "deepseek_v3": Family(router_bias=True, mtp=True),
+    "kimi_k2": Family(router_bias=True, mtp=True),
+    "deepseek_v2": Family(),
+    "mixtral": Family(moe="block_sparse_moe", gate="w1", up="w3", down="w2", shared_experts=False),
+    "qwen3_moe": Family(shared_experts=False),
+}
+
+
+@dataclass(frozen=True)
+class Names:
+    """Every tensor of a model, by our name, and the Hugging Face tensors that repeat others."""
+
+    tensors: dict[str, Mapped]
+    copies: tuple[Copy, ...]
+
+
+def names(model: ModelConfig, family: Family) -> Names:
+    """The two layouts of `model` side by side. Raises ValueError if a tensor would have two places, or a place two."""
+    tensors = {mapped.name: mapped for mapped in _Model(model, family).tensors()}
+    places = [(rows.key, rows.index) for mapped in tensors.values() for form in mapped.forms[:1] for rows in form]
+    copies = tuple(_copies(model))
+    if len(set(places)) < len(places) or {copy.key for copy in copies} & {key for key, _ in places}:
+        raise ValueError(f"{model.name}: a Hugging Face tensor is used twice")
+    return Names(tensors, copies)
+
+
+def mtp_prefix(model: ModelConfig, depth: int) -> str:
+    """Where Hugging Face folders keep MTP module `depth`: as a layer after the last one."""
+    return f"model.layers.{model.num_layers + depth}"
+
+
+def _copies(model: ModelConfig) -> Iterator[Copy]:
+    head = "model.embed_tokens.weight" if model.tied_head else "lm_head.weight"
+    if model.tied_head:
+        yield Copy("lm_head.weight", head, written=False)
+    for k in range(model.mtp_depth):
+        yield Copy(f"{mtp_prefix(model, k)}.embed_tokens.weight", "model.embed_tokens.weight", written=True)
+        yield Copy(f"{mtp_prefix(model, k)}.shared_head.head.weight", head, written=True)
+
+
+def _same(name: str, key: str, *shape: int, swap: bool = False) -> Mapped:
+    return Mapped(name, shape, ((Rows(key, shape, swap=swap),),))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Makes the list, part by part."""
+
+    model: ModelConfig
+    family: Family
+
+    def tensors(self) -> Iterator[Mapped]:
+        model = self.model
+        yield _same("embedding.weight", "model.embed_tokens.weight", model.vocab_size, model.dim)
+        for i in range(model.num_layers):
+            yield from self._block(f"layers.{i}", f"model.layers.{i}", dense=i < model.num_dense_layers)
+        for k in range(model.mtp_depth):
+            yield from self._mtp(f"mtp.{k}", mtp_prefix(model, k))
+        yield _same("norm.weight", "model.norm.weight", model.dim)
+        if not model.tied_head:
+            yield _same("head.weight", "lm_head.weight", model.vocab_size, model.dim)
+
+    def _mtp(self, ours: str, theirs: str) -> Iterator[Mapped]:
+        dim = self.model.dim
+        yield _same(f"{ours}.hidden_norm.weight", f"{theirs}.hnorm.weight", dim)
+        yield _same(f"{ours}.embedding_norm.weight", f"{theirs}.enorm.weight", dim)
+        yield _same(f"{ours}.proj.weight", f"{theirs}.eh_proj.weight", dim, 2 * dim, swap=True)
+        yield _same(f"{ours}.norm.weight", f"{theirs}.shared_head.norm.weight", dim)
+        yield from self._block(f"{ours}.block", theirs, dense=False)
+
+    def _block(self, ours: str, theirs: str, dense: bool) -> Iterator[Mapped]:
+        dim = self.model.dim
+        yield _same(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", dim)
+        yield from self._latent_attention(f"{ours}.attention", f"{theirs}.self_attn")
+        yield _same(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", dim)
+        if dense:
+            yield from self._mlp(f"{ours}.mlp", f"{theirs}.mlp", self.model.dense_hidden)
+        else:
+            yield from self._moe(f"{ours}.moe", f"{theirs}.{self.family.moe}", f"{theirs}.mlp")
+
+    def _latent_attention(self, ours: str, theirs: str) -> Iterator[Mapped]:
+        m = self.model
+        nope, rope = m.qk_nope_head_dim, m.qk_rope_head_dim
+        queries = m.num_heads * (nope + rope)
+        if m.q_lora_rank:
+            yield _same(f"{ours}.q_down.weight", f"{theirs}.q_a_proj.weight", m.q_lora_rank, m.dim)
+            yield _same(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", m.q_lora_rank)
+            yield _same(f"{ours}.q_up.weight", f"{theirs}.q_b_proj.weight", queries, m.q_lora_rank)
+        else:
+            yield _same(f"{ours}.q_proj.weight", f"{theirs}.q_proj.weight", queries, m.dim)
+        yield _same(f"{ours}.kv_down.weight", f"{theirs}.kv_a_proj_with_mqa.weight", m.kv_lora_rank + rope, m.dim)
+        yield _same(f"{ours}.kv_norm.weight", f"{theirs}.kv_a_layernorm.weight", m.kv_lora_rank)
+        keys_values = m.num_heads * (nope + m.v_head_dim)
+        yield _same(f"{ours}.kv_up.weight", f"{theirs}.kv_b_proj.weight", keys_values, m.kv_lora_rank)
+        yield _same(f"{ours}.out.weight", f"{theirs}.o_proj.weight", m.dim, m.num_heads * m.v_head_dim)
+
+    def _mlp(self, ours: str, theirs: str, hidden: int) -> Iterator[Mapped]:
+        dim = self.model.dim
+        halves = (Rows(f"{theirs}.gate_proj.weight", (hidden, dim)), Rows(f"{theirs}.up_proj.weight", (hidden, dim)))
+        yield Mapped(f"{ours}.gate_up.weight", (2 * hidden, dim), (halves,))
+        yield _same(f"{ours}.down.weight", f"{theirs}.down_proj.weight", dim, hidden)
+
+    def _moe(self, ours: str, theirs: str, fused: str) -> Iterator[Mapped]:
+        """`fused` is the prefix under which transformers saves a layer as it has it in memory."""
+        m, family = self.model, self.family
+        keys = dict.fromkeys((f"{theirs}.gate.weight", f"{fused}.gate.weight"))
+        shape = (m.num_experts, m.dim)
+        yield Mapped(f"{ours}.router.weight", shape, tuple((Rows(key, shape),) for key in keys))
+        bias = ((Rows(f"{theirs}.gate.e_score_correction_bias", (m.num_experts,)),),) if family.router_bias else ()
+        yield Mapped(f"{ours}.router.expert_bias", (m.num_experts,), bias)
+        if m.num_shared_experts:
+            yield from self._mlp(
+                f"{ours}.shared", f"{theirs}.shared_experts", m.num_shared_experts * m.expert_hidden
+            )
+        for e in range(m.num_experts):
+            yield from self._expert(f"{ours}.experts.{e}", f"{theirs}.experts.{e}", f"{fused}.experts", e)
+
+    def _expert(self, ours: str, theirs: str, fused: str, e: int) -> Iterator[Mapped]:
+        hidden, dim, experts = self.model.expert_hidden, self.model.dim, self.model.num_experts
+        gate, up, down = (f"{theirs}.{word}.weight" for word in (self.family.gate, self.family.up, self.family.down))
+        whole = Rows(f"{fused}.gate_up_proj", (2 * hidden, dim), e, experts)
+        yield Mapped(
+            f"{ours}.gate_up", (2 * hidden, dim), ((Rows(gate, (hidden, dim)), Rows(up, (hidden, dim))), (whole,))
+        )
+        fused_down = Rows(f"{fused}.down_proj", (dim, hidden), e, experts)
+        yield Mapped(f"{ours}.down", (dim, hidden), ((Rows(down, (dim, hidden)),), (fused_down,)))

@@ -1,0 +1,201 @@
+"""Weights out of a Hugging Face folder, by our names, any range of them, each source tensor used exactly once.
+
+Opening a folder compares the headers of its files with the model that its `config.json` describes: a missing tensor,
+one that nothing would use, another shape, or fp8 codes without their scales refuse the folder by name before any value
+is read. Copies (an MTP module's own embedding and head, a tied head) must be what they repeat, which reading checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
+from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows, mtp_prefix, names
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface import model_config
+from moe_engine.config.schema import ModelConfig
+
+SCALE = "_scale_inv"  # of the codes in `<key>`: despite its name what they are multiplied by
+FP8_BLOCK = 128  # a scale is for a block of 128 x 128 codes
+SHOWN = 8  # names of a long list that a message shows
+COMPARED = 1 << 26  # elements of two copies that are compared at a time
+
+_RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old files: follows from the configuration
+
+
+class HuggingFaceWeights:
+    """A folder as `weights.Weights`. `notes` says what about it a person should know.
+
+    Raises ConfigError for a folder that is not complete, not of a known family, or not what its config.json says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        config = _read_config(folder)
+        self.family = FAMILIES[str(config["model_type"])]
+        self.files = TensorFiles(folder)
+        self.model = self._without_missing_mtp(model_config(config))
+        both = names(self.model, self.family)
+        self._forms = self._match(both.tensors, both.copies)
+        self.shapes = {name: mapped.shape for name, mapped in both.tensors.items()}
+        self.copies = tuple(copy for copy in both.copies if copy.key in self.files.shapes)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor is stored; fp8 codes become fp32. Tensors that the family lacks are fp32 zeros."""
+        kinds = [self.files.dtypes[rows.key] for rows in self._forms[name]] or [torch.float32]
+        return functools.reduce(torch.promote_types, (kind if kind.itemsize > 1 else torch.float32 for kind in kinds))
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """Elements [start, end) of the flattened tensor `name`; only the rows that hold them are read."""
+        shape = self.shapes[name]
+        columns = shape[1] if len(shape) > 1 else 1
+        end = shape[0] * columns if end is None else end
+        first, last = start // columns, -(-end // columns)
+        pieces, row = [], 0
+        for rows in self._forms[name]:
+            a, b = max(first - row, 0), min(last - row, rows.shape[0])
+            if a < b:
+                pieces.append(self._rows(rows, a, b).to(self.dtype(name)))
+            row += rows.shape[0]
+        if not self._forms[name]:
+            return torch.zeros(end - start)
+        flat = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(-1)
+        return flat[start - first * columns : end - first * columns]
+
+    def check_copies(self) -> None:
+        """Compare tensors that repeat others with what they repeat. Raises ConfigError naming each that differs."""
+        problems = [
+            f"{copy.key} differs from {copy.original}; this engine has one table for both"
+            for copy in self.copies
+            if not self._equal(copy.key, copy.original)
+        ]
+        if problems:
+            raise ConfigError(f"{self.folder}: {'; '.join(problems)}")
+
+    def close(self) -> None:
+        self.files.close()
+
+    def _without_missing_mtp(self, model: ModelConfig) -> ModelConfig:
+        """transformers writes `num_nextn_predict_layers` into every config.json, and no MTP tensors: then there are none."""
+        prefixes = tuple(f"{mtp_prefix(model, k)}." for k in range(model.mtp_depth))
+        if not prefixes or any(key.startswith(prefixes) for key in self.files.shapes):
+            return model
+        self.notes.append(
+            f"{self.folder / CONFIG} has num_nextn_predict_layers={model.mtp_depth}, and the files hold no MTP layer: "
+            "the model is taken as one without MTP (model.mtp_depth=0)"
+        )
+        return replace(model, mtp_depth=0)
+
+    def _match(self, tensors: dict[str, Mapped], copies: tuple[Copy, ...]) -> dict[str, tuple[Rows, ...]]:
+        """The form in which the folder holds each tensor. Raises ConfigError unless all fits and nothing is left."""
+        shapes, problems = self.files.shapes, []
+        forms: dict[str, tuple[Rows, ...]] = {}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, mapped in tensors.items():
+            there = [form for form in mapped.forms if all(rows.key in shapes for rows in form)]
+            # Where no form is complete, the first one says what is missing.
+            forms[name] = (there or list(mapped.forms) or [()])[0]
+            expected |= {rows.key: rows.whole_shape for rows in forms[name]}
+        expected |= {copy.key: expected[copy.original] for copy in copies if copy.key in shapes}
+        problems += [f"{key} is missing" for key in expected if key not in shapes]
+        problems += [
+            f"{key} has shape {list(shapes[key])} where the model of {CONFIG} has {list(shape)}"
+            for key, shape in expected.items()
+            if key in shapes and shapes[key] != shape
+        ]
+        scales = self._scales(expected, problems)
+        left = (key for key in shapes if key not in expected and key not in scales)
+        problems += [f"{key} is used by nothing in the model" for key in left if not _RECOMPUTED.fullmatch(key)]
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ConfigError(f"{self.folder}: does not hold the model of its {CONFIG}: {'; '.join(problems[:SHOWN])}{more}")
+        return forms
+
+    def _scales(self, expected: dict[str, tuple[int, ...]], problems: list[str]) -> set[str]:
+        """The keys of the scales of all fp8 tensors; what is wrong with them is added to `problems`."""
+        scales = set()
+        for key in expected.keys() & self.files.shapes.keys():
+            if self.files.dtypes[key].itemsize > 1:
+                continue
+            *stacked, rows, columns = self.files.shapes[key]
+            shape = (*stacked, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+            found = self.files.shapes.get(key + SCALE)
+            if found is None:
+                problems.append(f"{key} is fp8 and {key + SCALE} is missing")
+            elif found != shape:
+                problems.append(f"{key + SCALE} has shape {list(found)} where {key} needs {list(shape)}")
+            scales.add(key + SCALE)
+        return scales
+
+    def _rows(self, rows: Rows, start: int, stop: int) -> Tensor:
+        """Rows start … stop - 1 of a part, in our order of columns."""
+        values = self._stored(rows, start, stop)
+        return torch.cat(values.chunk(2, dim=1)[::-1], dim=1) if rows.swap else values
+
+    def _stored(self, rows: Rows, start: int, stop: int) -> Tensor:
+        """Rows start … stop - 1 as they lie in the file; fp8 codes as the fp32 numbers they stand for."""
+        values = self.files.read(rows.key, start, stop, rows.index)
+        if values.dtype.itemsize > 1:
+            return values
+        first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
+        scale = self.files.read(rows.key + SCALE, first, last, rows.index).float()
+        return dequantise(values, scale, start - first * FP8_BLOCK)
+
+    def _equal(self, key: str, other: str) -> bool:
+        rows, columns = self.files.shapes[key]
+        step = max(COMPARED // columns, 1)
+        return all(
+            torch.equal(
+                self._stored(Rows(key, (rows, columns)), start, min(start + step, rows)),
+                self._stored(Rows(other, (rows, columns)), start, min(start + step, rows)),
+            )
+            for start in range(0, rows, step)
+        )
+
+
+def dequantise(codes: Tensor, scale: Tensor, skip: int = 0) -> Tensor:
+    """fp8 codes [R, C] times their block's scale -> fp32 [R, C].
+
+    scale [ceil((skip + R) / 128), ceil(C / 128)] fp32; the first row is row `skip` of the first block.
+    """
+    row_blocks = (torch.arange(codes.shape[0]) + skip) // FP8_BLOCK
+    column_blocks = torch.arange(codes.shape[1]) // FP8_BLOCK
+    return codes.float() * scale[row_blocks][:, column_blocks]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """`config.json`, without what says how the numbers are stored: the files themselves tell."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a Hugging Face folder has one beside its safetensors") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
+        found = config.get("model_type") if isinstance(config, dict) else None
+        raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted")
+    _check_quantization(path, config.pop("quantization_config", None))
+    return config
+
+
+def _check_quantization(path: Path, quantization: Any) -> None:
+    """Raises ConfigError for anything but DeepSeek's fp8 blocks."""
+    if quantization is None:
+        return
+    known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    for name, value in known.items():
+        if quantization.get(name, value) != value:
+            raise ConfigError(
+                f"{path}: quantization_config.{name}={quantization[name]}: "
+                f"only {name}={value} can be read; convert the model to bf16 first"
+            )

@@ -1,0 +1,139 @@
+"""Weights by global name, wherever they come from: a checkpoint of this engine or a Hugging Face folder.
+
+    weights = open_weights(Path("DeepSeek-V2-Lite"))
+    weights.model                                   # ModelConfig
+    weights.read("layers.1.moe.experts.7.down")     # flat; or any range of it
+    fill_parameters(weights, named_parameters(stages, placement))
+
+Opening reads headers only. A rank asks for the ranges that its shards need, so that no rank ever has a whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_engine.checkpoint import files
+from moe_engine.checkpoint.huggingface.files import CONFIG
+from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
+from moe_engine.checkpoint.reshard import EXTRA, Entry, Part, plan
+from moe_engine.config import strict
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig
+from moe_engine.model.names import NamedParameter
+
+MASTER = "master"  # the kind of a checkpoint's tensors that are parameters
+BIAS = ".expert_bias"  # how names of balancing biases end; all other tensors are parameters
+
+
+class Weights(Protocol):
+    """Parameters and balancing biases of a whole model, by global name."""
+
+    model: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    notes: list[str]  # what a person should know, a line each
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that holds the stored values exactly."""
+        ...
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """Elements [start, end) of the flattened tensor. Raises ConfigError naming a damaged file."""
+        ...
+
+    def check_copies(self) -> None:
+        """Raise ConfigError where a tensor that must repeat another one does not."""
+        ...
+
+    def close(self) -> None:
+        """Let go of open files."""
+        ...
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint folder of this engine (`step_<n>`, or one made by `moe-engine convert`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        index = files.read_index(folder)
+        self.model = model_of(index.meta, folder)
+        self._entries: dict[str, tuple[str, Entry]] = {}
+        for key, entry in index.tensors.items():
+            kind, _, name = key.partition("/")
+            if kind in (MASTER, EXTRA):
+                self._entries[name] = key, entry
+        self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self._entries[name][1].dtype)
+        return found
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        key, entry = self._entries[name]
+        end = entry.numel if end is None else end
+        part = Part(key, entry.shape, start, end, torch.empty(end - start, dtype=self.dtype(name)))
+        for file, copies in plan({key: entry}, [part]).items():
+            files.read_tensors(self.folder / file, copies)
+        return part.values
+
+    def check_copies(self) -> None:
+        """A checkpoint has each tensor once."""
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights in a Hugging Face folder, a checkpoint folder, or the newest checkpoint of a run folder.
+
+    Raises ConfigError naming what is missing, damaged or not understood; values are not read yet.
+    """
+    if (path / CONFIG).is_file():
+        return HuggingFaceWeights(path)
+    if (path / files.INDEX).is_file():
+        return CheckpointWeights(path)
+    for folder in (path, path / "checkpoints"):
+        for found in files.committed(folder):
+            return CheckpointWeights(found)
+    what = "no such folder" if not path.exists() else f"neither {CONFIG} nor {files.INDEX} is in it"
+    raise ConfigError(
+        f"{path}: {what}; give a Hugging Face folder (config.json and safetensors), a checkpoint "
+        "(runs/<name>/checkpoints/step_<n>), or a run folder"
+    )
+
+
+def model_of(meta: Mapping[str, object], path: Path) -> ModelConfig:
+    """The architecture that a checkpoint's meta holds. Raises ConfigError where there is none."""
+    found = meta.get("model")
+    if not isinstance(found, dict):
+        raise ConfigError(f"checkpoint={path}: does not say what model it is of; save it anew with this version")
+    return strict.build(ModelConfig, found)
+
+
+def model_meta(model: ModelConfig) -> dict[str, object]:
+    """The part of a checkpoint's meta that `model_of` reads."""
+    return {"model": json.loads(json.dumps(asdict(model)))}
+
+
+def differences(found: ModelConfig, wanted: ModelConfig, free: Iterable[str] = ("name", "init_std")) -> list[str]:
+    """The options of the model, `free` ones apart, in which two differ: `model.dim=64 (stored: 128)`."""
+    return [
+        f"{strict.shown('model.' + item.name, getattr(wanted, item.name))} (stored: {getattr(found, item.name)})"
+        for item in fields(ModelConfig)
+        if item.name not in free and getattr(found, item.name) != getattr(wanted, item.name)
+    ]
+
+
+@torch.no_grad()
+def fill_parameters(weights: Weights, named: Iterable[NamedParameter]) -> None:
+    """Set the parameters of one rank's stages, whatever placement they are of; values are cast to their types."""
+    for each in named:
+        for name, piece in each.pieces():
+            piece.copy_(weights.read(name).view(piece.shape))
