@@ -76,13 +76,13 @@ def clean(folder: Path) -> None:
             path.rename(final)
 
 
-def require_room(path: Path, needed: int) -> None:
-    """Raise ConfigError when `path` has less than `needed` bytes free: better than a full disk."""
+def require_room(path: Path, needed: int, option: str = "run.dir") -> None:
+    """Raise ConfigError when `path`, which `option` has chosen, has less than `needed` bytes free."""
     free = shutil.disk_usage(path).free
     if free < needed:
         raise ConfigError(
             f"checkpoint={path}: {needed:,} bytes are needed and {free:,} are free; "
-            "free some space or set run.dir to another disk"
+            f"free some space or set {option} to another disk"
         )
 
 

@@ -8,15 +8,19 @@ tensor lies, and types and shapes are known before any value is. A file is 8 byt
 from __future__ import annotations
 
 import json
+import shutil
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moe_engine.checkpoint.files import commit, require_room
 from moe_engine.config.errors import ConfigError
+from moe_engine.data.tokens import sync
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8  # of the first tensor, as the format asks
@@ -35,6 +39,23 @@ class Announced:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass
+class Progress:
+    """Counts the bytes written; `show(done, total)` hears of each change."""
+
+    show: Callable[[int, int], None] | None = None
+    total: int = 0
+    done: int = 0
+
+    def begin(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.show is not None:
+            self.show(self.done, self.total)
+
+
 def cut(tensors: Iterable[Announced], most: int) -> list[list[Announced]]:
     """Tensors in order, in files of at most `most` bytes; a larger tensor has a file of its own."""
     shards: list[list[Announced]] = []
@@ -48,13 +69,36 @@ def cut(tensors: Iterable[Announced], most: int) -> list[list[Announced]]:
     return shards
 
 
-def write_file(path: Path, tensors: Sequence[Announced], values: Callable[[str], Tensor]) -> int:
-    """Write `values(key)` for each announced tensor, one after the other; returns the file's size in bytes.
+@contextmanager
+def new_folder(out: Path, needed: int) -> Iterator[Path]:
+    """A folder to write in that becomes `out` when the block ends, or vanishes when the block fails.
+
+    Raises ConfigError when `out` exists, cannot be made, or its disk has less than `needed` bytes free.
+    """
+    if out.exists():
+        raise ConfigError(f"to={out}: is already there; remove it or name a new folder, for example to={out}_new")
+    partial = out.absolute().with_name(f".{out.name}.partial")
+    try:
+        if partial.exists():  # of a conversion that was killed
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"to={out}: cannot be made ({error}); name a folder that can be written") from error
+    try:
+        require_room(partial, needed, "to")
+        yield partial
+        commit(partial, out.absolute())
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after a success there is none
+
+
+def write_file(path: Path, tensors: Sequence[Announced], values: Callable[[str], Tensor], progress: Progress) -> int:
+    """Write `values(key)` for each announced tensor, one after the other, to the disk; the file's size in bytes.
 
     Raises ValueError when a value is not as announced, ConfigError when the disk is full or cannot be written.
     """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    described: dict[str, object] = dict(header)
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for tensor in tensors:
         described[tensor.key] = {
             "dtype": _NAMES[tensor.dtype],
@@ -72,8 +116,12 @@ def write_file(path: Path, tensors: Sequence[Announced], values: Callable[[str],
             for tensor in tensors:
                 value = values(tensor.key)
                 if (value.dtype, tuple(value.shape)) != (tensor.dtype, tensor.shape):
-                    raise ValueError(f"{tensor.key}: {value.dtype}{list(value.shape)} is not what was announced: {tensor}")
+                    raise ValueError(
+                        f"{tensor.key}: {value.dtype}{list(value.shape)} is not what was announced: {tensor}"
+                    )
                 file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+                progress.advance(tensor.nbytes)
+        sync(path)
         return path.stat().st_size
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error}); free some space or choose another folder") from error

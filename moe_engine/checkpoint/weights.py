@@ -19,10 +19,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_engine.checkpoint import files
+from moe_engine.checkpoint import files, stream
+from moe_engine.checkpoint.files import Index
 from moe_engine.checkpoint.huggingface.files import CONFIG
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
-from moe_engine.checkpoint.reshard import EXTRA, Entry, Part, plan
+from moe_engine.checkpoint.reshard import EXTRA, Entry, Part, Range, plan
 from moe_engine.config import strict
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import ModelConfig
@@ -107,6 +108,56 @@ def open_weights(path: Path) -> Weights:
         f"{path}: {what}; give a Hugging Face folder (config.json and safetensors), a checkpoint "
         "(runs/<name>/checkpoints/step_<n>), or a run folder"
     )
+
+
+def write_checkpoint(
+    weights: Weights, out: Path, dtype: torch.dtype | None, shard_bytes: int, progress: stream.Progress | None = None
+) -> dict[str, int]:
+    """Make the checkpoint folder `out`, of step 0 and without optimizer states; returns the size of each file in bytes.
+
+    dtype: of the parameters, None: as they are stored; balancing biases are fp32. It appears whole or not at all.
+    Raises ConfigError when `out` exists or cannot be written.
+    """
+    name_of = {f"{EXTRA if name.endswith(BIAS) else MASTER}/{name}": name for name in weights.shapes}
+    announced = [
+        stream.Announced(
+            key,
+            torch.float32 if key.startswith(EXTRA) else dtype or weights.dtype(name),
+            (torch.Size(weights.shapes[name]).numel(),),
+        )
+        for key, name in name_of.items()
+    ]
+    type_of = {tensor.key: tensor.dtype for tensor in announced}
+    entries: dict[str, Entry] = {}
+    sizes: dict[str, int] = {}
+    progress = progress or stream.Progress()
+    progress.begin(sum(tensor.nbytes for tensor in announced))
+    with stream.new_folder(out, progress.total) as partial:
+        for i, shard in enumerate(stream.cut(announced, shard_bytes)):
+            file = f"weights_{i}.safetensors"
+
+            def value(key: str, file: str = file) -> Tensor:
+                values = weights.read(name_of[key]).to(type_of[key])
+                stored = Range(file, 0, values.numel(), files.checksum(values))
+                kind = str(values.dtype).removeprefix("torch.")
+                entries[key] = Entry(tuple(weights.shapes[name_of[key]]), kind, (stored,))
+                return values
+
+            sizes[file] = stream.write_file(partial / file, shard, value, progress)
+        files.write_index(partial, Index(0, model_meta(weights.model), sizes, dict(sorted(entries.items()))))
+    return sizes
+
+
+def not_as_expected(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names that are missing, unexpected or of another shape, a line each."""
+    lines = [f"{name} is missing" for name in expected if name not in found]
+    lines += [f"{name} is not part of the model" for name in found if name not in expected]
+    lines += [
+        f"{name} has shape {list(found[name])} where the model has {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    return lines
 
 
 def model_of(meta: Mapping[str, object], path: Path) -> ModelConfig:

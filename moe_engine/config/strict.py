@@ -45,13 +45,18 @@ def options(schema: type, prefix: str = "") -> dict[str, Option]:
     hints = typing.get_type_hints(schema)
     found: dict[str, Option] = {}
     for item in fields(schema):
-        name, hint = prefix + item.name, hints[item.name]
+        name, hint = prefix + _option_name(item.name), hints[item.name]
         if is_dataclass(hint):
             found |= options(typing.cast(type, hint), f"{name}.")
         else:
             default = item.default_factory() if item.default_factory is not MISSING else item.default
             found[name] = Option(name, hint, _example(hint) if default in (None, MISSING, [], "") else default)
     return found
+
+
+def _option_name(field_name: str) -> str:
+    """A field that would be a word of Python's, `from_`, is the option `from`."""
+    return field_name.removesuffix("_")
 
 
 def build(schema: type[T], data: Mapping[str, Any]) -> T:
@@ -118,22 +123,24 @@ def shown(name: str, value: Any) -> str:
 def _build(schema: type, data: Mapping[str, Any], prefix: str, known: Mapping[str, Option], problems: list[str]) -> Any:
     """One section. Returns None if something in it is wrong."""
     hints = typing.get_type_hints(schema)
+    field_of = {_option_name(item.name): item.name for item in fields(schema)}
     count = len(problems)
     values: dict[str, Any] = {}
     for key, value in data.items():
-        name = f"{prefix}{key}"
-        if key not in hints:
+        name, field_name = f"{prefix}{key}", field_of.get(key, "")
+        if not field_name:
             # The whole schema is searched, so that `train.lr` finds `optim.lr`.
             problems += [unknown(leaf, given, known) for leaf, given in _leaves(name, value)]
-        elif not is_dataclass(hints[key]):
-            values[key] = _convert(known[name], value, problems)
+        elif not is_dataclass(hints[field_name]):
+            values[field_name] = _convert(known[name], value, problems)
         elif isinstance(value, Mapping):
-            values[key] = _build(typing.cast(type, hints[key]), value, f"{name}.", known, problems)
+            values[field_name] = _build(typing.cast(type, hints[field_name]), value, f"{name}.", known, problems)
         else:
             problems.append(not_a_value(name, value, known))
     for item in fields(schema):
-        if item.name not in data and item.default is MISSING and item.default_factory is MISSING:
-            option = known[prefix + item.name]
+        option_name = _option_name(item.name)
+        if option_name not in data and item.default is MISSING and item.default_factory is MISSING:
+            option = known[prefix + option_name]
             problems.append(f"{option.name}: a value is needed, for example {shown(option.name, option.example)}")
     if len(problems) > count:
         return None

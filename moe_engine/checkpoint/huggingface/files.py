@@ -74,7 +74,9 @@ class TensorFiles:
         if not path.exists():
             if not (self.folder / SINGLE).exists():
                 pickled = any(self.folder.glob("*.bin"))
-                why = "; its .bin files are pickles, which are not read: save the model as safetensors" if pickled else ""
+                why = (
+                    "; its .bin files are pickles, which are not read: save the model as safetensors" if pickled else ""
+                )
                 raise ConfigError(f"{self.folder}: neither {SINGLE} nor {INDEX} is there{why}")
             return None
         with suppress(ValueError, KeyError, TypeError, AttributeError):

@@ -184,9 +184,7 @@ class _Model:
         bias = ((Rows(f"{theirs}.gate.e_score_correction_bias", (m.num_experts,)),),) if family.router_bias else ()
         yield Mapped(f"{ours}.router.expert_bias", (m.num_experts,), bias)
         if m.num_shared_experts:
-            yield from self._mlp(
-                f"{ours}.shared", f"{theirs}.shared_experts", m.num_shared_experts * m.expert_hidden
-            )
+            yield from self._mlp(f"{ours}.shared", f"{theirs}.shared_experts", m.num_shared_experts * m.expert_hidden)
         for e in range(m.num_experts):
             yield from self._expert(f"{ours}.experts.{e}", f"{theirs}.experts.{e}", f"{fused}.experts", e)
 

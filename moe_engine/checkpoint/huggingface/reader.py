@@ -85,7 +85,7 @@ class HuggingFaceWeights:
         self.files.close()
 
     def _without_missing_mtp(self, model: ModelConfig) -> ModelConfig:
-        """transformers writes `num_nextn_predict_layers` into every config.json, and no MTP tensors: then there are none."""
+        """transformers writes `num_nextn_predict_layers` into every config.json and no MTP tensors: then it has none."""
         prefixes = tuple(f"{mtp_prefix(model, k)}." for k in range(model.mtp_depth))
         if not prefixes or any(key.startswith(prefixes) for key in self.files.shapes):
             return model
@@ -117,7 +117,9 @@ class HuggingFaceWeights:
         problems += [f"{key} is used by nothing in the model" for key in left if not _RECOMPUTED.fullmatch(key)]
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise ConfigError(f"{self.folder}: does not hold the model of its {CONFIG}: {'; '.join(problems[:SHOWN])}{more}")
+            raise ConfigError(
+                f"{self.folder}: does not hold the model of its {CONFIG}: {'; '.join(problems[:SHOWN])}{more}"
+            )
         return forms
 
     def _scales(self, expected: dict[str, tuple[int, ...]], problems: list[str]) -> set[str]:

@@ -1,0 +1,119 @@
+"""`moe-engine convert`: a Hugging Face folder into a checkpoint of this engine, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from moe_engine.cli.launch import interrupt_ends_at_once
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.load import load
+
+SUMMARY = "turn a Hugging Face folder into a checkpoint, and a checkpoint into a Hugging Face folder"
+DTYPES = ("keep", "bfloat16", "float32")
+
+
+@dataclass
+class ConvertConfig:
+    """The options of this command."""
+
+    from_: str = ""  # a Hugging Face folder, a checkpoint folder, or a run folder (its newest checkpoint)
+    to: str = ""  # the folder to make
+    dtype: str = "keep"  # keep | bfloat16 | float32
+    max_shard_gb: float = 5.0  # 10^9 bytes
+
+
+def help_text() -> str:
+    return """usage: moe-engine convert from=FOLDER to=FOLDER [dtype=…] [max_shard_gb=…]
+
+Convert weights between the Hugging Face layout and this engine's checkpoints; what `from` is says which way.
+
+  a Hugging Face folder (config.json and safetensors, in one file or in several with an index) becomes a checkpoint
+  that `train init_from=` starts from. Experts may be stored one by one or fused, weights may be fp8 with scales of
+  128 x 128 blocks (they become fp32), MTP layers are kept.
+  a checkpoint (runs/NAME/checkpoints/step_N, one made by this command, or a run folder: its newest one) becomes a
+  Hugging Face folder that transformers opens. Optimizer states stay behind.
+
+Families: deepseek_v3 (also kimi_k2), deepseek_v2, mixtral, qwen3_moe. Every tensor of the source is used exactly once
+and every tensor of the result written exactly once, or the command names those that are not and makes nothing. Only a
+few tensors are in memory at a time. Tokenizer files are not touched: copy them beside the weights.
+
+options:
+  from=FOLDER        what to convert
+  to=FOLDER          what to make; must not be there yet
+  dtype=keep         type of the weights: keep (as they are stored) | bfloat16 | float32; balancing biases stay float32
+  max_shard_gb=5     the largest file, in 10^9 bytes
+
+examples:
+  moe-engine convert from=DeepSeek-V2-Lite to=checkpoints/v2_lite
+  moe-engine convert from=runs/quickstart to=quickstart_hf dtype=bfloat16
+  moe-engine train model=DeepSeek-V2-Lite/config.json init_from=checkpoints/v2_lite run.check=true"""
+
+
+def run(words: list[str]) -> int:
+    config = load("convert", words, ConvertConfig)
+    _check_options(config)
+    with interrupt_ends_at_once():
+        import torch
+
+        from moe_engine.checkpoint import stream
+        from moe_engine.checkpoint.huggingface.writer import write_huggingface
+        from moe_engine.checkpoint.weights import CheckpointWeights, open_weights, write_checkpoint
+    source, out = Path(config.from_), Path(config.to)
+    weights = open_weights(source)
+    console = Console(stderr=True)
+    for note in weights.notes:
+        console.print(note, markup=False, highlight=False)
+    weights.check_copies()
+    dtype = None if config.dtype == "keep" else getattr(torch, config.dtype)
+    to_huggingface = isinstance(weights, CheckpointWeights)
+    write = write_huggingface if to_huggingface else write_checkpoint
+    with _bar(console) as bar:
+        show = partial(_show, bar)
+        sizes = write(weights, out, dtype, int(config.max_shard_gb * 1e9), stream.Progress(show))
+    print(
+        f"{'Hugging Face folder' if to_huggingface else 'checkpoint'} {out}: {weights.model.name}, "
+        f"{len(weights.shapes):,} tensors, {sum(sizes.values()):,} bytes in {len(sizes)} files"
+    )
+    return 0
+
+
+def _check_options(config: ConvertConfig) -> None:
+    """Raises ConfigError, with a line for each option that cannot be as it is."""
+    problems = []
+    if not config.from_:
+        problems.append("from=: a folder is needed, for example from=DeepSeek-V2-Lite")
+    elif not Path(config.from_).is_dir():
+        problems.append(
+            f"from={config.from_}: no such folder; give a Hugging Face folder, a checkpoint or a run folder"
+        )
+    if not config.to:
+        problems.append("to=: a folder to make is needed, for example to=converted")
+    elif Path(config.to).exists():
+        problems.append(
+            f"to={config.to}: is already there; remove it or name a new folder, for example to={config.to}_new"
+        )
+    if config.dtype.startswith(("float8", "fp8")):
+        problems.append(f"dtype={config.dtype}: fp8 cannot be written yet; use dtype=bfloat16")
+    elif config.dtype not in DTYPES:
+        problems.append(f"dtype={config.dtype}: no such choice; there are {', '.join(DTYPES)}")
+    if not config.max_shard_gb > 0:
+        problems.append(f"max_shard_gb={config.max_shard_gb:g}: must be larger than 0, for example max_shard_gb=5")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _bar(console: Console) -> Progress:
+    """A bar over the bytes to write; nothing is shown where nobody looks."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(TextColumn("converting"), *columns, console=console, disable=not console.is_terminal)
+    bar.add_task("converting", total=None)
+    return bar
+
+
+def _show(bar: Progress, done: int, total: int) -> None:
+    bar.update(bar.task_ids[0], completed=done, total=total)
