@@ -3,7 +3,7 @@
     weights = open_weights(Path("DeepSeek-V2-Lite"))
     weights.model                                   # ModelConfig
     weights.read("layers.1.moe.experts.7.down")     # flat; or any range of it
-    fill_parameters(weights, named_parameters(stages, placement))
+    fill_stages(weights, stages, placement)         # the parameters of a rank's stages
 
 Opening reads headers only. A rank asks for the ranges that its shards need, so that no rank ever has a whole model.
 """
@@ -27,9 +27,12 @@ from moe_engine.checkpoint.reshard import EXTRA, Entry, Part, Range, plan
 from moe_engine.config import strict
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import ModelConfig
-from moe_engine.model.names import NamedParameter
+from moe_engine.layout import Placement
+from moe_engine.model.names import named_parameters
+from moe_engine.model.transformer import Stage
 
 MASTER = "master"  # the kind of a checkpoint's tensors that are parameters
+FREE = ("name", "init_std", "max_positions")  # options of a model that may change between its weights and a run
 BIAS = ".expert_bias"  # how names of balancing biases end; all other tensors are parameters
 
 
@@ -173,18 +176,37 @@ def model_meta(model: ModelConfig) -> dict[str, object]:
     return {"model": json.loads(json.dumps(asdict(model)))}
 
 
-def differences(found: ModelConfig, wanted: ModelConfig, free: Iterable[str] = ("name", "init_std")) -> list[str]:
-    """The options of the model, `free` ones apart, in which two differ: `model.dim=64 (stored: 128)`."""
-    return [
-        f"{strict.shown('model.' + item.name, getattr(wanted, item.name))} (stored: {getattr(found, item.name)})"
-        for item in fields(ModelConfig)
-        if item.name not in free and getattr(found, item.name) != getattr(wanted, item.name)
-    ]
+def require_model(weights: Weights, model: ModelConfig) -> None:
+    """Raise ConfigError with a line for each option in which `model` is not the model that the weights are of."""
+    problems = model_differences(weights.model, model)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
+    """A line for each option in which two models differ, but for those that change no function of the weights."""
+    lines = []
+    for item in fields(ModelConfig):
+        there, here = getattr(stored, item.name), getattr(wanted, item.name)
+        if item.name not in FREE and there != here:
+            name = f"model.{item.name}"
+            lines.append(
+                f"{strict.shown(name, here)}: the stored weights are of a model with {strict.shown(name, there)}"
+            )
+    return lines
 
 
 @torch.no_grad()
-def fill_parameters(weights: Weights, named: Iterable[NamedParameter]) -> None:
-    """Set the parameters of one rank's stages, whatever placement they are of; values are cast to their types."""
-    for each in named:
+def fill_stages(weights: Weights, stages: Iterable[Stage], placement: Placement) -> None:
+    """Set the parameters and balancing biases of one rank's stages, whatever placement they are of.
+
+    Values are cast to the parameters' types. Raises ConfigError when the weights are of another model.
+    """
+    stages = list(stages)
+    for stage in stages:
+        require_model(weights, stage.model)
+        for name, layer in stage.moe_layers().items():
+            layer.router.expert_bias.copy_(weights.read(f"{name}.router{BIAS}"))
+    for each in named_parameters(stages, placement):
         for name, piece in each.pieces():
             piece.copy_(weights.read(name).view(piece.shape))

@@ -85,7 +85,7 @@ class HuggingFaceWeights:
         self.files.close()
 
     def _without_missing_mtp(self, model: ModelConfig) -> ModelConfig:
-        """transformers writes `num_nextn_predict_layers` into every config.json and no MTP tensors: then it has none."""
+        """transformers writes `num_nextn_predict_layers` into every config.json, MTP tensors into no file."""
         prefixes = tuple(f"{mtp_prefix(model, k)}." for k in range(model.mtp_depth))
         if not prefixes or any(key.startswith(prefixes) for key in self.files.shapes):
             return model

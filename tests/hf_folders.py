@@ -1,0 +1,75 @@
+"""Small Hugging Face folders and their logits, on both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_engine.checkpoint.weights import Weights, fill_stages
+from moe_engine.config.schema import MoESection
+from moe_engine.layout import Placement, split_stages
+from moe_engine.model.attention import sequence_context
+from moe_engine.model.batch import Batch
+from moe_engine.model.transformer import Stage
+
+
+def our_stage(weights: Weights, dtype: torch.dtype = torch.float32) -> Stage:
+    """The whole model on one rank, with these weights."""
+    specs = split_stages(weights.model, 1)
+    stage = Stage(specs[0], weights.model, MoESection(), None, dtype).eval()
+    fill_stages(weights, [stage], Placement(tuple(specs), ((0,),)))
+    return stage
+
+
+@torch.no_grad()
+def our_logits(weights: Weights, tokens: Tensor) -> Tensor:
+    """Logits [B, S, V] of `tokens` [B, S]."""
+    stage = our_stage(weights)
+    batch = batch_of(tokens)
+    x, _ = stage.trunk(batch, None, sequence_context(batch, weights.model, torch.float32))
+    return stage.logits(x).view(*tokens.shape, -1)
+
+
+def batch_of(tokens: Tensor) -> Batch:
+    places = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    return Batch(tokens[None], tokens[None], places, torch.zeros_like(tokens, dtype=torch.int32))
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by key."""
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], files: int = 1) -> Path:
+    """A folder with these tensors, dealt out over `files` files (with an index, if several)."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    places = {key: names[i % files] for i, key in enumerate(sorted(tensors))}
+    for name in names:
+        save_file({key: tensors[key] for key in places if places[key] == name}, folder / name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """The same keys, types and bits."""
+    return a.keys() == b.keys() and all(a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a)
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    """|found - right| / |right| in the Euclidean norm, in fp64."""
+    return float((found.double() - right.double()).norm() / right.double().norm())
