@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_engine.checkpoint.huggingface.names import FAMILIES, names
 from moe_engine.checkpoint.weights import Weights, fill_stages
-from moe_engine.config.schema import MoESection
+from moe_engine.config.huggingface import huggingface_config
+from moe_engine.config.huggingface_families import family_of
+from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
 from moe_engine.model.attention import sequence_context
 from moe_engine.model.batch import Batch
@@ -73,3 +77,34 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def relative(found: Tensor, right: Tensor) -> float:
     """|found - right| / |right| in the Euclidean norm, in fp64."""
     return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+V3 = ModelConfig(
+    vocab_size=260, dim=32, num_layers=3, num_dense_layers=1, dense_hidden=48, num_heads=2, q_lora_rank=24,
+    kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, num_experts=8, top_k=2, expert_hidden=16,
+    num_shared_experts=1, num_groups=4, top_groups=2, route_scale=2.5, mtp_depth=1, norm_eps=1e-5, max_positions=4096,
+)  # fmt: skip
+
+V2 = replace(
+    V3, q_lora_rank=0, score_function="softmax", group_score="max", normalize_weights=False, mtp_depth=0,
+    num_shared_experts=2,
+)  # fmt: skip
+
+
+def random_tensors(model: ModelConfig, fused: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A value for every tensor of a model's folder, by key; copies are copies, balancing biases are fp32."""
+    both = names(model, FAMILIES[family_of(model)])
+    chance = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for mapped in both.tensors.values():
+        for rows in mapped.forms[-1 if fused else 0] if mapped.forms else ():
+            kind = torch.float32 if rows.key.endswith("bias") else dtype
+            tensors.setdefault(rows.key, torch.randn(rows.whole_shape, generator=chance).to(kind))
+    for copy in both.copies:
+        if copy.written:
+            tensors[copy.key] = tensors[copy.original].clone()
+    return tensors
+
+
+def random_folder(folder: Path, model: ModelConfig = V3, files: int = 1, **how: Any) -> Path:
+    return write_folder(folder, huggingface_config(model), random_tensors(model, **how), files)

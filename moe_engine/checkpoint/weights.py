@@ -40,7 +40,7 @@ class Weights(Protocol):
     """Parameters and balancing biases of a whole model, by global name."""
 
     model: ModelConfig
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     notes: list[str]  # what a person should know, a line each
 
     def dtype(self, name: str) -> torch.dtype:

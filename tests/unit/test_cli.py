@@ -64,7 +64,7 @@ def test_help_examples_of_train_are_valid(capsys: pytest.CaptureFixture[str], tm
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "trian") == [
-        "trian: no such command; did you mean train? There are train, schedule; see moe-engine --help"
+        f"trian: no such command; did you mean train? There are {', '.join(COMMANDS)}; see moe-engine --help"
     ]
     assert refused(capsys, "experiment=quickstart")[0].startswith("experiment=quickstart: no such command; there are")
 

@@ -59,6 +59,8 @@ class HuggingFaceWeights:
         shape = self.shapes[name]
         columns = shape[1] if len(shape) > 1 else 1
         end = shape[0] * columns if end is None else end
+        if start == end or not self._forms[name]:
+            return torch.zeros(end - start, dtype=self.dtype(name))
         first, last = start // columns, -(-end // columns)
         pieces, row = [], 0
         for rows in self._forms[name]:
@@ -66,8 +68,6 @@ class HuggingFaceWeights:
             if a < b:
                 pieces.append(self._rows(rows, a, b).to(self.dtype(name)))
             row += rows.shape[0]
-        if not self._forms[name]:
-            return torch.zeros(end - start)
         flat = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(-1)
         return flat[start - first * columns : end - first * columns]
 

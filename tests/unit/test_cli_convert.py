@@ -1,0 +1,55 @@
+"""`moe-engine convert` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hf_folders import V3, equal, random_folder, random_tensors, tensors_of, write_folder
+
+from moe_engine.__main__ import main
+from moe_engine.config.huggingface import huggingface_config
+
+
+def convert(*words: str) -> int:
+    return main(["convert", *words])
+
+
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = random_folder(tmp_path / "source", files=2)
+    assert convert(f"from={source}", f"to={tmp_path / 'checkpoint'}") == 0
+    assert "checkpoint" in capsys.readouterr().out
+    assert convert(f"from={tmp_path / 'checkpoint'}", f"to={tmp_path / 'back'}", "max_shard_gb=1e-4") == 0
+    assert "Hugging Face folder" in capsys.readouterr().out
+    assert equal(tensors_of(tmp_path / "back"), tensors_of(source))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "checkpoint", "source"]
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = convert(f"from={tmp_path / 'nowhere'}", f"to={tmp_path}", "dtype=float8_e4m3fn", "max_shard_gb=0")
+    error = capsys.readouterr().err
+    assert code == 2 and "Traceback" not in error
+    for part in ("nowhere: no such folder", "is already there", "fp8 cannot be written yet", "max_shard_gb=0: must be"):
+        assert part in error
+
+
+def test_nothing_given_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert() == 2
+    error = capsys.readouterr().err
+    assert "from=: a folder is needed" in error and "to=: a folder to make is needed" in error
+    assert convert("form=x") == 2
+    assert "did you mean from?" in capsys.readouterr().err
+
+
+def test_folder_that_lacks_a_tensor_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = random_tensors(V3)
+    del tensors["model.layers.2.mlp.gate.weight"]
+    source = write_folder(tmp_path / "source", huggingface_config(V3), tensors)
+    assert convert(f"from={source}", f"to={tmp_path / 'out'}") == 2
+    assert "model.layers.2.mlp.gate.weight is missing" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_help_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert("--help") == 0
+    assert "moe-engine convert from=FOLDER to=FOLDER" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""The list of tensors: all that a model has, each in one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_folders import V2, V3
+
+from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, names
+from moe_engine.config.huggingface_families import family_of
+from moe_engine.config.schema import ModelConfig, MoESection
+from moe_engine.layout import Placement, split_stages
+from moe_engine.model.names import named_parameters
+from moe_engine.model.transformer import Stage
+
+MODELS = {
+    "v3": V3,
+    "v3, two MTP modules": replace(V3, mtp_depth=2),
+    "v3, tied": replace(V3, tied_head=True),
+    "v3, all layers dense": replace(V3, num_dense_layers=3, mtp_depth=0),
+    "v3, square": replace(V3, dense_hidden=32, expert_hidden=32),
+    "v2": V2,
+}
+
+
+def both(model: ModelConfig) -> Names:
+    return names(model, FAMILIES[family_of(model)])
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_list_is_what_the_model_has(model: ModelConfig) -> None:
+    specs = split_stages(model, 1)
+    stage = Stage(specs[0], model, MoESection(), None, torch.float32, torch.device("meta"))
+    pieces = [
+        piece for named in named_parameters([stage], Placement(tuple(specs), ((0,),))) for piece in named.pieces()
+    ]
+    built = {name: tuple(tensor.shape) for name, tensor in pieces}
+    built |= {f"{name}.router.expert_bias": (model.num_experts,) for name in stage.moe_layers()}
+    assert {name: mapped.shape for name, mapped in both(model).tensors.items()} == built
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_form_has_all_rows_and_no_place_twice(model: ModelConfig) -> None:
+    found = both(model)
+    for mapped in found.tensors.values():
+        for form in mapped.forms:
+            assert sum(rows.shape[0] for rows in form) == mapped.shape[0]
+            assert all(rows.shape[1:] == mapped.shape[1:] for rows in form)
+    for which in (0, -1):
+        places = Counter(
+            (rows.key, rows.index) for mapped in found.tensors.values() if mapped.forms for rows in mapped.forms[which]
+        )
+        assert set(places.values()) == {1}
+
+
+def test_names_of_deepseek_v3() -> None:
+    """Some names of the published files, written out."""
+    found = both(V3)
+    assert [rows.key for rows in found.tensors["layers.0.mlp.gate_up.weight"].forms[0]] == [
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    ]
+    one_name = {name: mapped.forms[0][0].key for name, mapped in found.tensors.items()}
+    expected = {
+        "layers.1.attention.kv_down.weight": "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.2.moe.router.expert_bias": "model.layers.2.mlp.gate.e_score_correction_bias",
+        "layers.2.moe.experts.7.down": "model.layers.2.mlp.experts.7.down_proj.weight",
+        "layers.2.moe.shared.down.weight": "model.layers.2.mlp.shared_experts.down_proj.weight",
+        "mtp.0.proj.weight": "model.layers.3.eh_proj.weight",
+        "mtp.0.norm.weight": "model.layers.3.shared_head.norm.weight",
+        "mtp.0.block.moe.experts.0.down": "model.layers.3.mlp.experts.0.down_proj.weight",
+    }
+    assert expected.items() <= one_name.items()
+    assert {copy.key for copy in found.copies} == {
+        "model.layers.3.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight",
+    }
