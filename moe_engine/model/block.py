@@ -5,13 +5,17 @@
     mlp       shared expert, routed experts, sum of a row's experts on this rank
     combine   rows travel back (communication only), are summed over ranks in fixed order and added to the residual
 
-The phases are plain functions that never detach, so the ordinary forward is the four in a row under ordinary
-autograd. A dense block has the same four, two of them empty.
+The phases are plain functions that never detach. `Block.walk` strings them together as a generator that stops at
+each exchange and goes on with what has arrived: `follow` goes through without a stop, the ordinary forward under
+ordinary autograd; an executor may stop there, detach, and do something else while the exchange is under way. A dense
+block has the same four phases, two of them empty.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +24,7 @@ from moe_engine.config.schema import ModelConfig, MoESection, moe_layer_config
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.model.attention import LatentAttention, SequenceContext
 from moe_engine.model.layers import RMSNorm
+from moe_engine.moe import dispatch as wire
 from moe_engine.moe.layer import Arrived, MoELayer, Packed
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -41,10 +46,51 @@ class AttnOut:
 
 @dataclass(frozen=True)
 class MlpOut:
-    """End of the third phase: rows to send back (none in a dense block) and what this rank adds itself [T, D]."""
+    """End of the third phase: rows to send back (none in a dense block) and what this rank adds itself [T, D].
+
+    After the exchange `rows` are those that came back, [R_sent, D].
+    """
 
     rows: Tensor | None
     local: Tensor | None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A stop on a walk: the rows in `out` are to travel. Goes on with (`out`, what arrived or None)."""
+
+    out: AttnOut
+
+
+@dataclass(frozen=True)
+class Combine:
+    """A stop on a walk: the rows in `mlp` are to travel back the way of `handle`. Goes on with `mlp` and what came."""
+
+    mlp: MlpOut
+    handle: wire.DispatchHandle | None
+
+
+R = TypeVar("R")
+Walk = Generator[Dispatch | Combine, Any, R]  # forward through blocks, stopping before each exchange; returns R
+
+
+def follow(walk: Walk[R]) -> R:
+    """Go to the end of a walk, waiting for each exchange where it is started, everything under ordinary autograd."""
+    try:
+        stop = next(walk)
+        while True:
+            if isinstance(stop, Dispatch):
+                packed = stop.out.packed
+                arrived = packed and wire.dispatch_wait(wire.dispatch_start(packed.rows, packed.handle))
+                stop = walk.send((stop.out, arrived))
+            else:
+                rows = stop.mlp.rows
+                if rows is not None:
+                    rows = wire.combine_arrive(wire.combine_start(rows, stop.handle))
+                stop = walk.send(replace(stop.mlp, rows=rows))
+    except StopIteration as end:
+        result: R = end.value
+        return result
 
 
 class Block(nn.Module):
@@ -82,9 +128,6 @@ class Block(nn.Module):
             packed = self.moe.pack(normed, context.shape, context.token_mask, label)
         return AttnOut(x, normed, packed)
 
-    def dispatch_phase(self, out: AttnOut) -> Arrived | None:
-        return None if self.moe is None or out.packed is None else self.moe.dispatch(out.packed)
-
     def mlp_phase(self, out: AttnOut, arrived: Arrived | None, queue: WgradQueue | None = None) -> MlpOut:
         if self.moe is None or arrived is None:
             assert self.mlp is not None
@@ -92,16 +135,25 @@ class Block(nn.Module):
         rows, shared = self.moe.compute(out.normed, arrived, queue)
         return MlpOut(rows, shared)
 
-    def combine_phase(self, out: AttnOut, mlp: MlpOut) -> Tensor:
-        x = out.residual if mlp.local is None else out.residual + mlp.local
-        if self.moe is None or out.packed is None or mlp.rows is None:
+    def sum_phase(self, out: AttnOut, back: MlpOut) -> Tensor:
+        """What the exchange of `combine` brought, summed and added to the residual: [T, D]."""
+        x = out.residual if back.local is None else out.residual + back.local
+        if out.packed is None or back.rows is None:
             return x
-        return x + self.moe.combine(mlp.rows, out.packed)
+        return x + wire.sum_rows(back.rows, out.packed.handle)
+
+    def walk(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
+    ) -> Walk[tuple[Tensor, Tensor | None]]:
+        """x [T, D] -> ([T, D], weighted balance loss summed over sequences or None)."""
+        out = self.attn_phase(x, context, queue, label)
+        out, arrived = yield Dispatch(out)
+        mlp = self.mlp_phase(out, arrived, queue)
+        back = yield Combine(mlp, out.packed and out.packed.handle)
+        return self.sum_phase(out, back), out.aux_loss
 
     def forward(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, D] -> ([T, D], weighted balance loss summed over sequences or None)."""
-        out = self.attn_phase(x, context, queue, label)
-        arrived = self.dispatch_phase(out)
-        return self.combine_phase(out, self.mlp_phase(out, arrived, queue)), out.aux_loss
+        """The walk without a stop."""
+        return follow(self.walk(x, context, queue, label))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.attention import SequenceContext
-from moe_engine.model.block import Block
+from moe_engine.model.block import Block, Walk
 from moe_engine.model.layers import RMSNorm
 from moe_engine.ops.linear import Linear
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -28,17 +28,18 @@ class MTPModule(nn.Module):
         self.block = block
         self.norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
 
-    def forward(
+    def walk(
         self,
         hidden: Tensor,
         embedded: Tensor,
         context: SequenceContext,
         queue: WgradQueue | None = None,
         label: str = "",
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Walk[tuple[Tensor, Tensor | None]]:
         """hidden, embedded [T, D] -> (hidden of this depth [T, D], weighted balance loss or None).
 
         The head reads `self.norm` of the result; the next depth reads the result itself.
         """
         x = torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedded)), dim=-1)
-        return self.block(self.proj(x, queue), context, queue, label)
+        result = yield from self.block.walk(self.proj(x, queue), context, queue, label)
+        return result

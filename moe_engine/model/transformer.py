@@ -19,9 +19,9 @@ from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import StageSpec
-from moe_engine.model.attention import SequenceContext, sequence_context
+from moe_engine.model.attention import sequence_context
 from moe_engine.model.batch import Batch, ItemCounts
-from moe_engine.model.block import Block
+from moe_engine.model.block import Block, Walk, follow
 from moe_engine.model.layers import RMSNorm, Table
 from moe_engine.model.mtp import MTPModule
 from moe_engine.moe.layer import MoELayer
@@ -66,6 +66,21 @@ class StageOutput:
     aux: Tensor
 
 
+class Seams:
+    """What a forward does with tensors that later phases use: here nothing, one graph under ordinary autograd.
+
+    An executor that runs the backward phase by phase cuts the graph there.
+    """
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A tensor that a later phase than the present one will read."""
+        return x
+
+    def table(self, weight: Tensor) -> Tensor:
+        """An embedding table or output head, which several phases may read."""
+        return weight
+
+
 class Stage(nn.Module):
     """The layers of one pipeline stage; the first also embeds, the last also holds the head, the loss and MTP."""
 
@@ -105,6 +120,11 @@ class Stage(nn.Module):
         """The MoE layers by global name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, MoELayer)}
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that a training forward walks through, those of MTP included."""
+        return len(self.layers) + len(self.mtp)
+
     def forward(
         self,
         batch: Batch,
@@ -114,15 +134,46 @@ class Stage(nn.Module):
         label: str = "",
     ) -> StageOutput:
         """`x` [T, D] from the stage before (None on the first). See `StageOutput`."""
+        return follow(self.walk(batch, x, rule, Seams(), queue, label))
+
+    def walk(
+        self,
+        batch: Batch,
+        x: Tensor | None,
+        rule: LossRule,
+        seams: Seams,
+        queue: WgradQueue | None = None,
+        label: str = "",
+    ) -> Walk[StageOutput]:
+        """The forward, with a stop at each exchange of its blocks; `label` goes into the collective log."""
         context = sequence_context(batch, self.model, self.dtype)
-        x, aux_sums = self.trunk(batch, x, context, queue, label)
+        aux_sums: list[Tensor] = []
         losses: list[Tensor] = []
-        if self.spec.head:
-            losses, mtp_aux_sums = self._token_losses(batch, x, context, queue, label)
-            aux_sums = aux_sums + mtp_aux_sums
+        if x is None:
+            x = self._embed(batch.tokens[0], seams)
+        for index, layer in self.layers.items():
+            assert isinstance(layer, Block)
+            x, aux = yield from layer.walk(x, context, queue, f"layers.{index} {label}")
+            aux_sums += [] if aux is None else [aux]
+        if self.norm is not None:
+            losses.append(self._token_losses(self.norm, x, batch.labels[0], seams))
+            # A batch that carries no inputs for MTP (evaluation, generation) skips those modules.
+            for k, module in zip(range(1, batch.tokens.shape[0]), self.mtp.values(), strict=False):
+                assert isinstance(module, MTPModule)
+                losses[-1] = seams.cut(losses[-1])
+                embedded = self._embed(batch.tokens[k], seams)
+                x, aux = yield from module.walk(x, embedded, context, queue, f"mtp.{k - 1} {label}")
+                aux_sums += [] if aux is None else [aux]
+                losses.append(self._token_losses(module.norm, x, batch.labels[k], seams))
+        return self._output(x, losses, aux_sums, rule, batch.labels.shape[0])
+
+    def _output(
+        self, x: Tensor, losses: list[Tensor], aux_sums: list[Tensor], rule: LossRule, depths: int
+    ) -> StageOutput:
+        """The loss terms put together, from the per-token losses [T] of each depth and the layers' balance losses."""
         aux = [rule.aux(value) for value in aux_sums]
         terms = [rule.depth(depth, values) for depth, values in enumerate(losses)] + aux
-        loss_sums = torch.zeros(2, batch.labels.shape[0], dtype=torch.int64, device=x.device)
+        loss_sums = torch.zeros(2, depths, dtype=torch.int64, device=x.device)
         for depth, values in enumerate(losses):
             loss_sums[:, depth] = fixed_point_sum(values)
         return StageOutput(
@@ -134,43 +185,18 @@ class Stage(nn.Module):
             else x.new_zeros((), dtype=torch.float64),
         )
 
-    def trunk(
-        self, batch: Batch, x: Tensor | None, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Embedding (first stage) and layers: the residual stream [T, D] and the layers' balance losses."""
-        if x is None:
-            x = self._embed(batch.tokens[0])
-        aux_sums = []
-        for index, layer in self.layers.items():
-            x, aux = layer(x, context, queue, f"layers.{index} {label}")
-            aux_sums += [] if aux is None else [aux]
-        return x, aux_sums
-
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits [N, V] of final hidden states `x` [N, D]."""
         assert self.norm is not None
         return linear(self.norm(x), self._head_weight())
 
-    def _token_losses(
-        self, batch: Batch, x: Tensor, context: SequenceContext, queue: WgradQueue | None, label: str
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Per-token losses [T] of the main head and of each MTP depth, and the MTP layers' balance losses.
+    def _token_losses(self, norm: RMSNorm, x: Tensor, labels: Tensor, seams: Seams) -> Tensor:
+        """The head's loss at each token [T], from a hidden state x [T, D] and labels [B, S]."""
+        return cross_entropy(norm(x), seams.table(self._head_weight()), labels.reshape(-1))
 
-        A batch that carries no inputs for MTP (evaluation, generation) skips those modules.
-        """
-        assert self.norm is not None
-        losses = [cross_entropy(self.norm(x), self._head_weight(), batch.labels[0].reshape(-1))]
-        aux_sums = []
-        for k, module in zip(range(1, batch.tokens.shape[0]), self.mtp.values(), strict=False):
-            assert isinstance(module, MTPModule)
-            x, aux = module(x, self._embed(batch.tokens[k]), context, queue, f"mtp.{k - 1} {label}")
-            losses.append(cross_entropy(module.norm(x), self._head_weight(), batch.labels[k].reshape(-1)))
-            aux_sums += [] if aux is None else [aux]
-        return losses, aux_sums
-
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, seams: Seams) -> Tensor:
         assert self.embedding is not None
-        return embedding(tokens.reshape(-1), self.embedding.weight)
+        return embedding(tokens.reshape(-1), seams.table(self.embedding.weight))
 
     def _head_weight(self) -> Tensor:
         table = self.head if self.head is not None else self.embedding

@@ -186,11 +186,46 @@ def combine_start(x: Tensor, handle: DispatchHandle | None) -> PendingCombine:
     return PendingCombine(x, handle, None if handle is None else handle.send_back(x, "combine"))
 
 
-def combine_wait(pending: PendingCombine) -> Tensor:
-    """Routed output [T, D]: each token's rows summed in fp32 in the order of ranks (exact: of experts)."""
+def combine_arrive(pending: PendingCombine) -> Tensor:
+    """The rows that came back [R_sent, D], not summed."""
     if pending.handle is None:
         return pending.x
-    return unpermute(_Combine.apply(pending.x, pending), pending.handle.tokens)
+    rows: Tensor = _Combine.apply(pending.x, pending)
+    return rows
+
+
+def sum_rows(rows: Tensor, handle: DispatchHandle | None) -> Tensor:
+    """Routed output [T, D]: each token's rows summed in fp32 in the order of ranks (exact: of experts)."""
+    return rows if handle is None else unpermute(rows, handle.tokens)
+
+
+def combine_wait(pending: PendingCombine) -> Tensor:
+    """Wait for the rows and sum them."""
+    return sum_rows(combine_arrive(pending), pending.handle)
+
+
+@dataclass(frozen=True)
+class PendingGradients:
+    """The gradients of dispatched rows on their way back to their tokens."""
+
+    x: Pending
+    weights: Pending
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """(d_x [R_sent, D], d_weights [R_sent, k])."""
+        return self.x.wait(), self.weights.wait()
+
+
+def dispatch_backward_start(d_x: Tensor, d_weights: Tensor, handle: DispatchHandle) -> PendingGradients:
+    """Start sending the gradients of arrived rows, d_x [R, D] and d_weights [R, k], back: no autograd."""
+    return PendingGradients(
+        handle.send_back(d_x, "dispatch x backward"), handle.send_back(d_weights, "dispatch slots backward")
+    )
+
+
+def combine_backward_start(d_rows: Tensor, handle: DispatchHandle) -> Pending:
+    """Start sending the gradients of the rows that came back, [R_sent, D], to their experts: no autograd."""
+    return handle.send(d_rows, "combine backward")
 
 
 class _Dispatch(torch.autograd.Function):
@@ -206,9 +241,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        d_x = ctx.handle.send_back(grads[0], "dispatch x backward")
-        d_weights = ctx.handle.send_back(grads[1], "dispatch slots backward")
-        return d_x.wait(), d_weights.wait(), None, None
+        d_x, d_weights = dispatch_backward_start(grads[0], grads[1], ctx.handle).wait()
+        return d_x, d_weights, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -222,4 +256,4 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.handle.send(grads[0], "combine backward").wait(), None
+        return combine_backward_start(grads[0], ctx.handle).wait(), None
