@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make train` and `make test`. Needs make and Python 3.11 or newer, nothing else.
 PYTHON ?= python3
 ARGS ?=
+EXTRAS ?= test,dev,triton,hf,slurm
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,10 +14,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 EMPTY_IS_FINE := || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check slow gpu clean
+.PHONY: help install train test check slow gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv with the pinned packages; the other targets do it too
 
 train: $(INSTALLED) ## train the quickstart model on this machine (ARGS="train.steps=20" overrides options)
 	$(BIN)/moe-engine train experiment=quickstart $(ARGS)
@@ -46,5 +49,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is older than Python 3.11: name a newer one, for example make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot make a virtual environment: install its venv package (Debian: python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,dev,triton,hf]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@

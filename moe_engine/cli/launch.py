@@ -28,6 +28,7 @@ from moe_engine.config.errors import ConfigError
 
 FAILURES = "MOE_ENGINE_FAILURES"  # environment: the folder for records of failure, set for ranks started here
 LOG_LINES = 20  # of a rank that died without a record
+ECHO_S = 2.0  # for rank 0 to tell of a mistake that all ranks find; launchers end all ranks as soon as one fails
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ def given_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
         if tasks != "1":
             return _slurm_ranks(environment, tasks)
     return None
+
+
+def planned_ranks(environment: Mapping[str, str]) -> int | None:
+    """How many ranks a batch script's srun will start, where this is a process of that script. For checks only."""
+    tasks = environment.get("SLURM_NTASKS", "") if "SLURM_STEP_ID" not in environment else ""
+    return int(tasks) if tasks.isdecimal() else None
 
 
 def _torchrun_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -204,5 +211,8 @@ def report(error: Exception) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the communicators' threads must not keep a failed rank alive
-    print(text if "RANK" not in os.environ else f"rank {rank}: {text}", file=sys.stderr)
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if mistake and rank != 0:
+        time.sleep(ECHO_S)
+    print(text if alone or (mistake and rank == 0) else f"rank {rank}: {text}", file=sys.stderr)
     return code
