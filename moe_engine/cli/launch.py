@@ -56,12 +56,6 @@ def given_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     return None
 
 
-def planned_ranks(environment: Mapping[str, str]) -> int | None:
-    """How many ranks a batch script's srun will start, where this is a process of that script. For checks only."""
-    tasks = environment.get("SLURM_NTASKS", "") if "SLURM_STEP_ID" not in environment else ""
-    return int(tasks) if tasks.isdecimal() else None
-
-
 def _torchrun_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environment]

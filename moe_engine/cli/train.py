@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from moe_engine.cli import launch
+from moe_engine.cli.check import describe
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.load import choices, groups, load, to_yaml
+from moe_engine.config.load import choices, groups, load
 from moe_engine.config.schema import Config
 from moe_engine.config.validate import resolve, validate
-from moe_engine.layout import Layout, Placement, StageSpec, split_stages
+from moe_engine.layout import Layout
 from moe_engine.schedule import schedules
 
 SUMMARY = "train a model: on this machine, or as one of the ranks of torchrun or Slurm"
@@ -51,13 +51,7 @@ def run(words: list[str]) -> int:
     given = launch.given_ranks(os.environ)
     os.environ.update(given or {})
     world = int(given["WORLD_SIZE"]) if given else None
-    try:
-        config = checked(load("train", words), world)
-    except ConfigError:
-        if given is None or given["RANK"] == "0":
-            raise
-        time.sleep(2)  # rank 0 has the same to say; launchers end all ranks as soon as one fails
-        return 2
+    config = checked(load("train", words), world)
     if config.run.check:
         if given is None or given["RANK"] == "0":
             print(describe(config))
@@ -106,7 +100,10 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
         schedules.stage_of_rank(name, 1)
         return
     pp, model, virtual_stages = config.parallel.pp, config.model, config.pipeline.virtual_stages
-    schedules.schedule(name, pp, config.pipeline.micro_batches or 1, virtual_stages)
+    try:
+        schedules.schedule(name, pp, config.pipeline.micro_batches or 1, virtual_stages)
+    except ConfigError as error:
+        raise ConfigError(_in_sequences(str(error), config)) from None
     stages, blocks = schedules.num_stages(name, pp, virtual_stages), model.num_layers + (model.mtp_depth > 0)
     if stages > blocks:
         raise ConfigError(
@@ -115,38 +112,25 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
         )
 
 
-def describe(config: Config) -> str:
-    """A resolved configuration as YAML, with the layout as comments."""
-    layout, pipeline, train = Layout.of(config.parallel), config.pipeline, config.train
-    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, layout.pp, pipeline.virtual_stages)
-    specs = split_stages(config.model, 1 + max(map(max, stages_of_rank)))
-    placement = Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
-    lines = [
-        f"layout: {layout.world} ranks = pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}; "
-        f"experts over ep {layout.ep}, {config.model.num_experts // layout.ep} on each rank, {layout.edp} replicas",
-        f"batch: {train.global_batch} sequences a step = dp {layout.dp} x {pipeline.micro_batches} micro-batches "
-        f"x {train.micro_batch} sequences",
-    ]
-    for spec in specs:
-        ranks = [rank for pp in placement.rank_of_stage[spec.index] for rank in layout.stage_ranks(pp)]
-        lines.append(f"stage {spec.index} on ranks {_ranges(ranks)}: {_parts(spec)}")
-    return to_yaml(config) + "\n".join(f"# {line}" for line in lines)
+def _in_sequences(message: str, config: Config) -> str:
+    """A schedule's refusal of a number of micro-batches, in the option that the number follows from here."""
+    pipeline, train = config.pipeline, config.train
+    unit, given = (config.parallel.dp or 1) * train.micro_batch, pipeline.micro_batches or 1
+    name, _, rule = message.partition(": ")
+    if name != f"pipeline.micro_batches={given}":
+        return message
+    enough = next(count for count in range(given, given + 4 * config.parallel.pp) if _runs(config, count))
+    return (
+        f"train.global_batch={train.global_batch}: gives {given} micro-batches; {rule.rpartition(';')[0]}; "
+        f"use train.global_batch={enough * unit}"
+    )
 
 
-def _parts(spec: StageSpec) -> str:
-    parts = ["embedding"] if spec.embedding else []
-    parts += [f"layers {_ranges(spec.layers)}"] if spec.layers else []
-    parts += ["head"] if spec.head else []
-    parts += [f"MTP {_ranges(spec.mtp)}"] if spec.mtp else []
-    return ", ".join(parts)
-
-
-def _ranges(numbers: list[int] | tuple[int, ...]) -> str:
-    """`0-3, 8` for 0, 1, 2, 3, 8."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def _runs(config: Config, micro_batches: int) -> bool:
+    """Whether the schedule runs with this many."""
+    pipeline = config.pipeline
+    try:
+        schedules.schedule(pipeline.schedule, config.parallel.pp, micro_batches, pipeline.virtual_stages)
+    except ConfigError:
+        return False
+    return True

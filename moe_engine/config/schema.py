@@ -186,7 +186,8 @@ class RunConfig:
     dir: str = "runs"
     name: str = "default"
     resume: bool = False  # go on from the newest complete checkpoint of this run
-    check: bool = False  # only validate the configuration
+    check: bool = False  # only validate the configuration, and print it with the layout
+    ranks: int | None = None  # of the whole job; null: those given by torchrun or Slurm, else what the layout needs
 
 
 @dataclass

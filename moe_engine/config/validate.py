@@ -34,10 +34,13 @@ _CHOICES = {
 def validate(config: Config, world: int | None = None) -> None:
     """Check every rule. `world` is the number of ranks, where it is given from outside (torchrun, Slurm).
 
+    `run.ranks` stands for it where it is not: on a laptop that checks a job of the cluster.
     Raises ConfigError with a line for each rule that is broken.
     """
     strict.build(Config, asdict(config))  # the types, of a configuration made in Python
     rules = _Rules(config)
+    _check_ranks(rules, world)
+    world = world or config.run.ranks
     check_model(rules)
     check_trainable(rules)
     _check_routing(rules, "model.", "moe.")
@@ -62,10 +65,10 @@ def validate_moe(config: MoEConfig) -> None:
 def resolve(config: Config, world: int | None = None) -> Config:
     """A copy with everything filled in that follows from the rest: `parallel.dp` and `pipeline.micro_batches`.
 
-    Without a `world`, dp is the smallest that holds `parallel.ep`. The configuration must be valid.
+    Without a `world` and `run.ranks`, dp is the smallest that holds `parallel.ep`. The configuration must be valid.
     """
     resolved = copy.deepcopy(config)
-    resolved.parallel.dp = _data_parallel(config, world)
+    resolved.parallel.dp = _data_parallel(config, world or config.run.ranks)
     resolved.pipeline.micro_batches = config.train.global_batch // (resolved.parallel.dp * config.train.micro_batch)
     return resolved
 
@@ -166,6 +169,14 @@ def _check_train(rules: _Rules) -> None:
         rules.refuse("run.name", "the name of one folder inside run.dir is needed, for example run.name=first")
 
 
+def _check_ranks(rules: _Rules, world: int | None) -> None:
+    ranks = rules["run.ranks"]
+    if ranks is not None:
+        rules.at_least(1, "run.ranks")
+    if ranks is not None and world is not None and ranks != world:
+        rules.refuse("run.ranks", f"{world} ranks are given; leave it out, or use run.ranks={world}")
+
+
 def _check_layout(rules: _Rules, world: int | None) -> None:
     rules.at_least(1, "parallel.pp", "parallel.cp", "parallel.ep", "parallel.tp", "pipeline.virtual_stages")
     if rules["parallel.dp"] is not None:
@@ -187,9 +198,9 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
             "parallel.ep", f"must divide model.num_experts={rules['model.num_experts']}; use parallel.ep={near}"
         )
     axes = [f"parallel.{axis}" for axis in ("pp", "dp", "cp", "tp")]
-    if world is not None and rules.sound(*axes):
+    if world is not None and rules.sound(*axes, "run.ranks"):
         _check_world(rules, world)
-    if rules.sound(*axes, "parallel.ep"):
+    if rules.sound(*axes, "parallel.ep", "run.ranks"):
         _check_expert_parallel(rules, world)
 
 
@@ -224,7 +235,9 @@ def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
 def _check_batch(rules: _Rules, world: int | None) -> None:
     """The batch is whole micro-batches on every data-parallel rank."""
     batch, micro_batch = "train.global_batch", "train.micro_batch"
-    if not rules.sound(batch, micro_batch, *(f"parallel.{axis}" for axis in ("pp", "dp", "cp", "ep", "tp"))):
+    if not rules.sound(
+        batch, micro_batch, *(f"parallel.{axis}" for axis in ("pp", "dp", "cp", "ep", "tp")), "run.ranks"
+    ):
         return
     dp = _data_parallel(rules.config, world)
     evaluated = "train.eval_sequences"

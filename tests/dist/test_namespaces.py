@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from moe_engine.bench import namespaces
 from moe_engine.bench.namespaces import DEVICE, TwoHosts
 from moe_engine.config.errors import ConfigError
 from moe_engine.metrics import TIME_FIELDS
 
-CORPUS = Path(__file__).parents[1] / "corpus"
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = ROOT / "tests" / "corpus"
 PORT = 29500  # of a namespace: nobody else's
 
 
@@ -117,31 +119,43 @@ def without_times(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIME_FIELDS} for line in lines]
 
 
+def torchrun(node: int, master: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    return [*launcher, f"--node-rank={node}", f"--master-addr={master}", f"--master-port={PORT}", "-m", "moe_engine"]
+
+
+def pod(node: int, master: str, options: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What a pod of launch/kubernetes.yaml runs, with the variables that it would have."""
+    _, job = yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    environment = {item["name"]: item["value"] for item in container["env"]}
+    assert environment["NODES"] == "2"
+    changed = {"RANKS_PER_NODE": "2", "MASTER": master, "OPTIONS": " ".join(options), "JOB_COMPLETION_INDEX": str(node)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return [*container["command"], *container["args"]], environment | changed | {"PATH": path}
+
+
 @pytest.mark.slow
 def test_two_nodes_train_what_one_node_trains(possible: None, tmp_path: Path) -> None:
-    """Two namespaces, each with its own torchrun agent of two ranks, that meet over the wire."""
-    engine = ["-m", "moe_engine", "train", *WORDS, f"data.cache_dir={tmp_path}/cache"]
-    alone = [sys.executable, *engine, f"run.dir={tmp_path}/one"]
+    """Two namespaces, each with its own torchrun agent of two ranks, that meet over the wire; then as two pods."""
+    words = [*WORDS, f"data.cache_dir={tmp_path}/cache"]
+    alone = [sys.executable, "-m", "moe_engine", "train", *words, f"run.dir={tmp_path}/one"]
     subprocess.run(alone, check=True, timeout=120, stdout=subprocess.DEVNULL)
-    with TwoHosts() as hosts:
-        agents = [
-            hosts.run(
-                node,
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
-                    *(f"--node-rank={node}", f"--master-addr={hosts.addresses[0]}", f"--master-port={PORT}"),
-                    *engine,
-                    f"run.dir={tmp_path}/two",
-                ],
-                env={"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for node in (0, 1)
-        ]
-        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
-    assert "4 ranks" in outputs[0]
-    expected, found = (without_times(tmp_path / name / "run") for name in ("one", "two"))
-    assert len(expected) == 3 and found == expected
+    for way in ("torchrun", "pods"):
+        with TwoHosts() as hosts:
+            agents = []
+            for node in (0, 1):
+                options = [*words, f"run.dir={tmp_path}/{way}"]
+                command, variables = [*torchrun(node, hosts.addresses[0]), "train", *options], {"OMP_NUM_THREADS": "1"}
+                if way == "pods":
+                    command, variables = pod(node, hosts.addresses[0], options)
+                agents.append(
+                    hosts.run(
+                        node, command, variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                    )
+                )
+            outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+        assert "4 ranks" in outputs[0]
+        expected, found = (without_times(tmp_path / name / "run") for name in ("one", way))
+        assert len(expected) == 3 and found == expected

@@ -81,8 +81,9 @@ def test_check_prints_the_resolved_configuration_and_layout_and_stops(
     assert config["pipeline"]["micro_batches"] == batch
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert comments[0].startswith("# layout: 4 ranks = pp 2 x dp 2 x cp 1 x tp 1; experts over ep 2")
-    assert comments[2].startswith("# stage 0 on ranks 0-1: embedding, layers 0")
-    assert comments[3].startswith("# stage 1 on ranks 2-3: embedding, layers ") and comments[3].endswith("head, MTP 0")
+    stages = [line for line in comments if line.startswith("# stage ")]
+    assert stages[0].startswith("# stage 0 on ranks 0-1: embedding, layers 0")
+    assert stages[1].startswith("# stage 1 on ranks 2-3: embedding, layers ") and stages[1].endswith("head, MTP 0")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,7 +104,12 @@ def test_all_that_is_wrong_is_told_before_anything_starts(
 
 def test_the_schedule_must_run_at_these_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["parallel.pp=2", "model.num_layers=8", "train.global_batch=4", "train.micro_batch=4"]
-    assert refused(capsys, "train", "pipeline.schedule=dualpipe", *sizes)[0].startswith("pipeline.micro_batches=1: ")
+    assert refused(capsys, "train", "pipeline.schedule=dualpipe", *sizes) == [
+        "train.global_batch=4: gives 1 micro-batches; dualpipe halves them between two directions and needs an even "
+        "number, at least 2 * parallel.pp = 4; use train.global_batch=16"
+    ]
+    assert main(["train", "pipeline.schedule=dualpipe", *sizes, "train.global_batch=16", "run.check=true"]) == 0
+    capsys.readouterr()
     folded = ["parallel.pp=2", "pipeline.schedule=dualpipev", "model.num_layers=3"]
     assert refused(capsys, "train", *folded) == [
         "parallel.pp=2: with pipeline.schedule=dualpipev the model is cut into 4 stages, and it has blocks for 3; "

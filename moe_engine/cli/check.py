@@ -1,0 +1,101 @@
+"""What `run.check=true` prints: the resolved configuration, and who would hold what, without a rank or a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_engine.config.load import to_yaml
+from moe_engine.config.schema import Config
+from moe_engine.layout import Layout, Placement, StageSpec, split_stages
+from moe_engine.planner.architecture import architecture
+from moe_engine.planner.flops import parameter_count, sequence_flops
+from moe_engine.planner.memory import RankMemory, rank_memory
+from moe_engine.planner.stages import Cut
+from moe_engine.planner.strategy import Precision, Strategy
+from moe_engine.schedule import schedules
+
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def describe(config: Config) -> str:
+    """A resolved configuration as YAML, which `train` takes in place of options, with the layout as comments.
+
+    Memory is the planner's arithmetic; sizes in GiB.
+    """
+    layout, pipeline, train = Layout.of(config.parallel), config.pipeline, config.train
+    placement = _placement(config)
+    counts, batch = parameter_count(config.model), f"dp {layout.dp} x {pipeline.micro_batches} micro-batches"
+    tokens, flops = train.global_batch * train.seq_len, train.global_batch * sequence_flops(config.model, train.seq_len)
+    lines = [
+        f"layout: {layout.world} ranks = pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}; "
+        f"experts over ep {layout.ep}, {config.model.num_experts // layout.ep} on each rank, {layout.edp} replicas",
+        f"batch: {train.global_batch} sequences a step = {batch} x {train.micro_batch} sequences; "
+        f"{tokens:,} tokens, {flops:.3g} FLOPs",
+        f"model: {counts.total:,} parameters, {counts.active:,} active for a token",
+    ]
+    for spec in placement.stages:
+        held = [rank for pp in placement.rank_of_stage[spec.index] for rank in layout.stage_ranks(pp)]
+        lines.append(f"stage {spec.index} on ranks {_ranges(held)}: {_parts(spec)}")
+    lines.append("by planning, on each of the ranks:")
+    for rank in rank_memory(_cut(config, layout, placement)):
+        lines.append(f"  {_ranges(layout.stage_ranks(rank.pp))}: {_memory(rank)}")
+    return to_yaml(config) + "\n".join(f"# {line}" for line in lines)
+
+
+def _placement(config: Config) -> Placement:
+    pipeline = config.pipeline
+    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, config.parallel.pp, pipeline.virtual_stages)
+    specs = split_stages(config.model, 1 + max(map(max, stages_of_rank)))
+    return Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
+
+
+def _cut(config: Config, layout: Layout, placement: Placement) -> Cut:
+    """The job as the planner sees it."""
+    pipeline, train, precision = config.pipeline, config.train, config.precision
+    master = _BYTES[precision.master]
+    strategy = Strategy(
+        layout=layout,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        micro_batch=train.micro_batch,
+        micro_batches=pipeline.micro_batches or 1,
+        seq_len=train.seq_len,
+        zero=config.parallel.zero,
+        precision=Precision(
+            parameter=_BYTES[precision.compute],
+            gradient=_BYTES[precision.gradient],
+            master=master,
+            moments=2 * master,
+        ),
+    )
+    return Cut(architecture(config.model), strategy, placement)
+
+
+def _memory(rank: RankMemory) -> str:
+    """Parameters and GiB of one rank."""
+    gib = 2.0**30
+    states = rank.parameters + rank.gradients + rank.master + rank.moments
+    rest = rank.total - states - rank.activation_bytes
+    return (
+        f"{rank.dense:,.0f} dense parameters, {rank.experts:,.0f} of experts; states {states / gib:.3g} GiB, "
+        f"activations {rank.activation_bytes / gib:.3g}, buffers {rest / gib:.3g}"
+    )
+
+
+def _parts(spec: StageSpec) -> str:
+    parts = ["embedding"] if spec.embedding else []
+    parts += [f"layers {_ranges(spec.layers)}"] if spec.layers else []
+    parts += ["head"] if spec.head else []
+    parts += [f"MTP {_ranges(spec.mtp)}"] if spec.mtp else []
+    return ", ".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 8` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
