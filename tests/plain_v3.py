@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from plain_attention import attention, rms_norm
 from torch import Tensor
 
 from moe_engine.config.schema import ModelConfig
@@ -132,7 +133,8 @@ class PlainV3:
         return torch.stack(losses)
 
     def _layer(self, x: Tensor, name: str, row: _Row) -> Tensor:
-        x = x + self._attention(self._norm(x, f"{name}.attention_norm.weight"), f"{name}.attention", row)
+        normed = self._norm(x, f"{name}.attention_norm.weight")
+        x = x + attention(self.model, self.parameters, f"{name}.attention", normed, row.documents)
         normed = self._norm(x, f"{name}.mlp_norm.weight")
         if f"{name}.mlp.down.weight" in self.parameters:
             return x + _swiglu_mlp(
@@ -141,31 +143,7 @@ class PlainV3:
         return x + self._experts(normed, f"{name}.moe", row)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + self.model.norm_eps) * self.parameters[name]
-
-    def _attention(self, x: Tensor, name: str, row: _Row) -> Tensor:
-        model, weight = self.model, {key: self.parameters.get(f"{name}.{key}.weight") for key in _ATTENTION}
-        nope, rope, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
-        if model.q_lora_rank:
-            queries = self._norm(x @ weight["q_down"].T, f"{name}.q_norm.weight") @ weight["q_up"].T
-        else:
-            queries = x @ weight["q_proj"].T
-        latent_and_key = x @ weight["kv_down"].T
-        latent, shared_key = latent_and_key[:, : model.kv_lora_rank], latent_and_key[:, model.kv_lora_rank :]
-        keys_values = self._norm(latent, f"{name}.kv_norm.weight") @ weight["kv_up"].T
-        rows_out = torch.zeros(x.shape[0], model.num_heads * value, dtype=x.dtype)
-        for document in row.documents:
-            heads = []
-            key_rope = _rotate(shared_key[document], model.rope_theta)
-            for h in range(model.num_heads):
-                q = queries[document, h * (nope + rope) : (h + 1) * (nope + rope)]
-                kv = keys_values[document, h * (nope + value) : (h + 1) * (nope + value)]
-                q_rope = _rotate(q[:, nope:], model.rope_theta)
-                scores = (q[:, :nope] @ kv[:, :nope].T + q_rope @ key_rope.T) / math.sqrt(nope + rope)
-                future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-                heads.append(scores.masked_fill(future, -math.inf).softmax(dim=-1) @ kv[:, nope:])
-            rows_out = rows_out.index_copy(0, torch.tensor(document), torch.cat(heads, dim=-1))
-        return rows_out @ weight["out"].T
+        return rms_norm(x, self.parameters[name], self.model.norm_eps)
 
     def _experts(self, x: Tensor, name: str, row: _Row) -> Tensor:
         model = self.model
@@ -193,9 +171,6 @@ class PlainV3:
         return out
 
 
-_ATTENTION = ("q_proj", "q_down", "q_up", "kv_down", "kv_up", "out")
-
-
 def _make_row(keep: list[bool], document_ids: list[int]) -> _Row:
     places = [t for t, kept in enumerate(keep) if kept]
     documents: list[list[int]] = []
@@ -210,14 +185,6 @@ def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     hidden = gate_up.shape[0] // 2
     gate, up = x @ gate_up[:hidden].T, x @ gate_up[hidden:].T
     return (gate * gate.sigmoid() * up) @ down.T
-
-
-def _rotate(x: Tensor, theta: float) -> Tensor:
-    """Neighbouring pairs of x [n, d] as complex numbers, turned by position * theta^(-2i/d); positions 0 … n-1."""
-    n, d = x.shape
-    turned = torch.arange(n, dtype=torch.float64)[:, None] * theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-    pairs = torch.view_as_complex(x.reshape(n, d // 2, 2)) * torch.polar(torch.ones_like(turned), turned)
-    return torch.view_as_real(pairs).reshape(n, d)
 
 
 def _choose(biased: list[float], model: ModelConfig) -> tuple[list[int], float]:

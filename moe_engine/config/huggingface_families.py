@@ -89,7 +89,6 @@ def read_common(keys: Keys) -> Values:
 def _deepseek(keys: Keys, common: Values) -> Values:
     """What DeepSeek-V2 and V3 share: latent attention, leading dense layers, shared experts."""
     nope, rope = keys.take("qk_nope_head_dim", int), keys.take("qk_rope_head_dim", int)
-    keys.must("attention_bias", "latent attention has no biases here", False)
     keys.must("mlp_bias", "MLPs have no biases here", False)
     keys.must("moe_layer_freq", "after the dense layers every layer has experts", 1)
     keys.must("rope_interleave", "the rotary numbers of latent attention are interleaved pairs", True)
@@ -98,6 +97,7 @@ def _deepseek(keys: Keys, common: Values) -> Values:
     keys.must("head_dim", "is qk_rope_head_dim", rope)
     return _rope(keys, common, "interleaved", 10000.0) | {
         "attention": "mla",
+        "attention_bias": keys.take("attention_bias", bool, False),
         "q_lora_rank": keys.take("q_lora_rank", int, 0),
         "kv_lora_rank": keys.take("kv_lora_rank", int),
         "qk_nope_head_dim": nope,
@@ -291,7 +291,7 @@ def _write_deepseek(model: ModelConfig) -> Values:
         "qk_nope_head_dim": model.qk_nope_head_dim,
         "qk_rope_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
-        "attention_bias": False,
+        "attention_bias": model.attention_bias,
         "first_k_dense_replace": model.num_dense_layers,
         "intermediate_size": model.dense_hidden,
         "moe_layer_freq": 1,

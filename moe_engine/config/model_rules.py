@@ -40,9 +40,6 @@ def check_model(rules: Rules) -> None:
 def check_trainable(rules: Rules) -> None:
     """What the engine counts and plans for, but does not compute: each is refused by its name."""
     unbuilt = {
-        "attention": ("mla", "grouped-query attention is not built yet"),
-        "rope_style": ("interleaved", "rotary halves are not built yet"),
-        "rope_scaling": ("none", "YaRN is not built yet"),
         "attention_bias": (False, "biases in attention are not built yet"),
         "attention_sinks": (False, "attention sinks are not built yet"),
         "expert_biases": (False, "biases of the router and the experts are not built yet"),

@@ -1,7 +1,9 @@
-"""Multi-head latent attention with decoupled rotary embedding (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
+"""Attention: what every layer knows of a micro-batch's rows, and the two ways of making queries, keys and values.
 
-Keys and values of all heads come from one latent of `kv_lora_rank` numbers a token, plus one rotary key of
-`qk_rope_head_dim` numbers that all heads share.
+* Latent (MLA; DeepSeek-V3, arXiv 2412.19437, section 2.1.1): keys and values of all heads come from one latent of
+  `kv_lora_rank` numbers a token, plus one rotary key of `qk_rope_head_dim` numbers that all heads share.
+* Grouped queries (GQA; arXiv 2305.13245): fewer heads of keys and values than of queries, each serving a group; by
+  option every head of queries and keys is normalised (Qwen3).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from moe_engine.config.schema import ModelConfig
 from moe_engine.model.batch import Batch
 from moe_engine.model.core_attention import core_attention
 from moe_engine.model.layers import RMSNorm
+from moe_engine.model.rope import angles, rotate, score_growth
 from moe_engine.ops.linear import Linear
 from moe_engine.ops.wgrad_queue import WgradQueue
 
@@ -37,14 +40,11 @@ class SequenceContext:
 def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> SequenceContext:
     """Angles and masks of a batch. Angles are computed in fp32 (fp64 for an fp64 model)."""
     wide = torch.promote_types(dtype, torch.float32)
-    half = model.qk_rope_head_dim // 2
-    device = batch.positions.device
-    frequencies = model.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
-    angles = (batch.positions[..., None] * frequencies)[:, :, None]  # [B, S, 1, rope/2], fp64
+    cos, sin = angles(batch.positions, model, wide)
     return SequenceContext(
         shape=batch.shape,
-        cos=angles.cos().to(wide),
-        sin=angles.sin().to(wide),
+        cos=cos,
+        sin=sin,
         allowed=_document_mask(batch.document_ids, batch.token_mask),
         token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
     )
@@ -63,12 +63,6 @@ def _document_mask(document_ids: Tensor, token_mask: Tensor | None) -> Tensor | 
     return same.tril()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `x` [B, S, heads, rope] by interleaved pairs (2i, 2i+1); same dtype."""
-    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-
-
 class LatentAttention(nn.Module):
     """MLA. Parameters q_proj or (q_down, q_norm, q_up), kv_down, kv_norm, kv_up, out."""
 
@@ -78,12 +72,12 @@ class LatentAttention(nn.Module):
         heads, qk = model.num_heads, model.qk_nope_head_dim + model.qk_rope_head_dim
         if model.q_lora_rank:
             self.q_down = Linear(model.dim, model.q_lora_rank, dtype, device)
-            self.q_norm = RMSNorm(model.q_lora_rank, model.norm_eps, dtype, device)
+            self.q_norm = RMSNorm(model.q_lora_rank, model.latent_norm_eps, dtype, device)
             self.q_up = Linear(model.q_lora_rank, heads * qk, dtype, device)
         else:
             self.q_proj = Linear(model.dim, heads * qk, dtype, device)
         self.kv_down = Linear(model.dim, model.kv_lora_rank + model.qk_rope_head_dim, dtype, device)
-        self.kv_norm = RMSNorm(model.kv_lora_rank, model.norm_eps, dtype, device)
+        self.kv_norm = RMSNorm(model.kv_lora_rank, model.latent_norm_eps, dtype, device)
         self.kv_up = Linear(model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), dtype, device)
         self.out = Linear(heads * model.v_head_dim, model.dim, dtype, device)
 
@@ -91,7 +85,7 @@ class LatentAttention(nn.Module):
         """x [T, D] -> [T, D]."""
         q = self._queries(x, context, queue)
         k, v = self._keys_values(x, context, queue)
-        scale = q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5 * score_growth(self.model)
         y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
         return self.out(y.transpose(1, 2).reshape(x.shape[0], self.model.num_heads * self.model.v_head_dim), queue)
 
@@ -103,7 +97,7 @@ class LatentAttention(nn.Module):
         else:
             q = self.q_proj(x, queue)
         q_nope, q_rope = q.view(*context.shape, self.model.num_heads, nope + rope).split((nope, rope), dim=-1)
-        return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin)), dim=-1)
+        return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin, self.model.rope_style)), dim=-1)
 
     def _keys_values(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> tuple[Tensor, Tensor]:
         """[B, S, H, nope + rope] and [B, S, H, v]."""
@@ -112,5 +106,37 @@ class LatentAttention(nn.Module):
         nope, value = model.qk_nope_head_dim, model.v_head_dim
         kv = self.kv_up(self.kv_norm(latent), queue).view(*context.shape, model.num_heads, nope + value)
         k_nope, v = kv.split((nope, value), dim=-1)
-        k_rope = rotate(k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim), context.cos, context.sin)
+        k_rope = k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim)
+        k_rope = rotate(k_rope, context.cos, context.sin, model.rope_style)
         return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
+
+
+class GroupedAttention(nn.Module):
+    """GQA. Parameters q_proj, k_proj, v_proj, out and, with `qk_norm`, q_norm and k_norm [head_dim]."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.model = model
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.q_proj = Linear(model.dim, queries, dtype, device)
+        self.k_proj = Linear(model.dim, keys, dtype, device)
+        self.v_proj = Linear(model.dim, keys, dtype, device)
+        self.out = Linear(queries, model.dim, dtype, device)
+        self.q_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
+
+    def forward(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        q = self._turned(self.q_proj(x, queue), self.q_norm, context)
+        k = self._turned(self.k_proj(x, queue), self.k_norm, context)
+        v = self.v_proj(x, queue).view(*context.shape, -1, self.model.head_dim)
+        scale = self.model.head_dim**-0.5
+        y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], self.model.num_heads * self.model.head_dim), queue)
+
+    def _turned(self, x: Tensor, norm: RMSNorm | None, context: SequenceContext) -> Tensor:
+        """Projected queries or keys, normalised and rotated: [B, S, heads, head_dim]."""
+        heads = x.view(*context.shape, -1, self.model.head_dim)
+        if norm is not None:
+            heads = norm(heads)
+        return rotate(heads, context.cos, context.sin, self.model.rope_style)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig, MoESection, moe_layer_config
 from moe_engine.distributed.collectives import Communicator
-from moe_engine.model.attention import LatentAttention, SequenceContext
+from moe_engine.model.attention import GroupedAttention, LatentAttention, SequenceContext
 from moe_engine.model.layers import RMSNorm
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.layer import Arrived, MoELayer, Packed
@@ -108,7 +108,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
-        self.attention = LatentAttention(model, dtype, device)
+        attention = GroupedAttention if model.attention == "gqa" else LatentAttention
+        self.attention = attention(model, dtype, device)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
         self.mlp: DenseMLP | None = None
         self.moe: MoELayer | None = None

@@ -14,15 +14,18 @@ HEAD_MULTIPLE = 4
 
 
 def core_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale * q k^T) v over the allowed keys: q, k [B, H, S, d], v [B, H, S, e] -> [B, H, S, e].
+    """softmax(scale * q k^T) v over the allowed keys: q [B, H, S, d], k [B, G, S, d], v [B, G, S, e] -> [B, H, S, e].
 
-    `allowed` [B, 1, S, S] bool, or None for plain causal attention.
+    G divides H: head g of keys and values serves the queries of heads g H/G … (g+1) H/G - 1. `allowed` [B, 1, S, S]
+    bool, or None for plain causal attention.
     """
     if q.device.type == "cpu" and q.shape[2] <= PLAIN_ATTENTION_LENGTH:
         return _plain_attention(q, k, v, allowed, scale)
     # The fused paths want equal head sizes: v is padded and the padding cut off again.
     padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
-    y = F.scaled_dot_product_attention(q, k, padded, attn_mask=allowed, is_causal=allowed is None, scale=scale)
+    y = F.scaled_dot_product_attention(
+        q, k, padded, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
+    )
     return y[..., : v.shape[-1]]
 
 
@@ -33,9 +36,12 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sc
     if allowed is None:
         allowed = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
     q, k, v, allowed = _filled_up(q.to(wide), k.to(wide), v.to(wide), allowed)
-    scores = (q * scale) @ k.transpose(-1, -2)
-    y = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ v
-    return y[..., :S, :value].to(dtype)
+    # The queries of all heads that share keys are rows of one product: [B, G, H/G * S, d] @ [B, G, d, S].
+    B, H, rows, _ = q.shape
+    scores = (q * scale).reshape(B, k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
+    weights = scores.view(B, H, rows, rows).masked_fill(~allowed, float("-inf")).softmax(dim=-1)
+    y = weights.view(scores.shape) @ v
+    return y.view(B, H, rows, -1)[..., :S, :value].to(dtype)
 
 
 def _filled_up(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

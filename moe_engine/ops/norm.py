@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
         d_out = d_out.to(inverse.dtype)
         d_x = d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = (d_out * normed).view(-1, x.shape[-1]).sum(dim=0)
+            d_weight = (d_out * normed).reshape(-1, x.shape[-1]).sum(dim=0)
         if ctx.needs_input_grad[0]:
             d_normed = d_out * weight
             along = (d_normed * normed).mean(dim=-1, keepdim=True)

@@ -8,7 +8,8 @@ matrix costs 2 operations per token forward (multiply, add) and 4 backward (two 
 * `nvidia`: the same, plus 6 per token for each weight of the norms on MLA's latent vectors and of the norms of an MTP
   module, as Megatron's `num_floating_point_operations` counts. The difference is about 3 in a million.
 
-Both leave out the router, the embedding look-up, the other norms and the optimizer.
+Both leave out the router, the embedding look-up, the other norms, biases and the optimizer. In a layer with a sliding
+window the scores outside it do not count either.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1, appendix B) for MLA; DeepSeek-V3 (arXiv 2412.19437, sections 2.1
 and 2.2) for experts and MTP; PaLM (arXiv 2204.02311, appendix B) for MFU.
@@ -45,9 +46,12 @@ class _Sizes:
     """Weights of one of each building block; matrices without norms."""
 
     attention: int
-    latent_norms: int
+    attention_vectors: int  # biases and sinks
+    latent_norms: int  # of MLA
+    head_norms: int  # of queries and keys in GQA
     dense_mlp: int
     expert: int
+    expert_biases: int
     mtp_proj: int
     mtp_norms: int  # of hidden state, embedding and output
     head: int
@@ -58,17 +62,19 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
     sizes, blocks, moe_blocks = _sizes(model), _blocks(model), _moe_blocks(model)
     by_part = {
         "embedding": model.vocab_size * model.dim,
-        "attention": blocks * sizes.attention,
+        "attention": blocks * (sizes.attention + sizes.attention_vectors),
         "dense_mlp": model.num_dense_layers * sizes.dense_mlp,
-        "router": moe_blocks * model.num_experts * model.dim,
+        "router": moe_blocks * model.num_experts * (model.dim + model.expert_biases),
         "shared_experts": moe_blocks * model.num_shared_experts * sizes.expert,
-        "experts": moe_blocks * model.num_experts * sizes.expert,
-        "norms": blocks * (2 * model.dim + sizes.latent_norms) + model.dim + model.mtp_depth * sizes.mtp_norms,
+        "experts": moe_blocks * model.num_experts * (sizes.expert + sizes.expert_biases),
+        "norms": blocks * (2 * model.dim + sizes.latent_norms + sizes.head_norms)
+        + model.dim
+        + model.mtp_depth * sizes.mtp_norms,
         "mtp_proj": model.mtp_depth * sizes.mtp_proj,
         "head": 0 if model.tied_head else sizes.head,
     }
     total = sum(by_part.values())
-    idle = moe_blocks * (model.num_experts - model.top_k) * sizes.expert
+    idle = moe_blocks * (model.num_experts - model.top_k) * (sizes.expert + sizes.expert_biases)
     return ParameterCount(total, total - idle, moe_blocks * model.num_experts, by_part)
 
 
@@ -99,8 +105,9 @@ def sequence_flops(
     if convention == "nvidia":
         weights += blocks * sizes.latent_norms + model.mtp_depth * sizes.mtp_norms
     # forward: 2 operations for each of L²/2 scores and value products per head dimension; backward: twice that
-    scores = 3 * _attention_width(model) * sum(length * length for length in lengths)
-    return 6 * weights * seq_len + blocks * scores
+    windowed = -(-model.num_layers // model.sliding_window_every) if model.sliding_window else 0
+    pairs = (blocks - windowed) * _pairs(lengths) + windowed * _pairs(lengths, model.sliding_window)
+    return 6 * weights * seq_len + 3 * _attention_width(model) * pairs
 
 
 def mfu(flops_per_step: float, step_time_s: float, peak_flops: float) -> float:
@@ -125,12 +132,36 @@ def _moe_blocks(model: ModelConfig) -> int:
     return _blocks(model) - model.num_dense_layers
 
 
+def _pairs(lengths: Sequence[int], window: int = 0) -> int:
+    """Twice the pairs of a query and a key that it sees: L² of a document, less those farther apart than the window."""
+    return sum(L * L - (max(L - window, 0) ** 2 if window else 0) for L in lengths)
+
+
 def _attention_width(model: ModelConfig) -> int:
     """Multiply-adds for one query and one key, over all heads: their score, and its product with the value."""
+    if model.attention == "gqa":
+        return model.num_heads * 2 * model.head_dim
     return model.num_heads * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim)
 
 
 def _sizes(model: ModelConfig) -> _Sizes:
+    latent = model.attention == "mla"
+    return _Sizes(
+        attention=_latent_attention(model) if latent else _grouped_attention(model),
+        attention_vectors=_attention_vectors(model),
+        latent_norms=model.q_lora_rank + model.kv_lora_rank if latent else 0,
+        head_norms=0 if latent or not model.qk_norm else 2 * model.head_dim,
+        dense_mlp=3 * model.dim * model.dense_hidden,
+        expert=3 * model.dim * model.expert_hidden,
+        expert_biases=model.expert_biases * (2 * model.expert_hidden + model.dim),
+        mtp_proj=2 * model.dim * model.dim,
+        mtp_norms=3 * model.dim,
+        head=model.vocab_size * model.dim,
+    )
+
+
+def _latent_attention(model: ModelConfig) -> int:
+    """Weights of MLA's projections."""
     query_width = model.num_heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     key_value_width = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
     if model.q_lora_rank:
@@ -138,13 +169,18 @@ def _sizes(model: ModelConfig) -> _Sizes:
     else:
         queries = model.dim * query_width
     keys_values = model.dim * (model.kv_lora_rank + model.qk_rope_head_dim) + model.kv_lora_rank * key_value_width
-    out = model.num_heads * model.v_head_dim * model.dim
-    return _Sizes(
-        attention=queries + keys_values + out,
-        latent_norms=model.q_lora_rank + model.kv_lora_rank,
-        dense_mlp=3 * model.dim * model.dense_hidden,
-        expert=3 * model.dim * model.expert_hidden,
-        mtp_proj=2 * model.dim * model.dim,
-        mtp_norms=3 * model.dim,
-        head=model.vocab_size * model.dim,
-    )
+    return queries + keys_values + model.num_heads * model.v_head_dim * model.dim
+
+
+def _grouped_attention(model: ModelConfig) -> int:
+    """Weights of GQA's projections: queries and output, keys and values."""
+    return 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
+
+
+def _attention_vectors(model: ModelConfig) -> int:
+    """Biases of the projections that read the hidden state or write to it, and a sink a head."""
+    if model.attention == "gqa":
+        biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads) + model.dim
+    else:
+        biases = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim + model.dim
+    return model.attention_bias * biases + model.attention_sinks * model.num_heads

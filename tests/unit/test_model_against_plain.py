@@ -36,6 +36,16 @@ class Variant:
         return self.name
 
 
+# Mixtral's and Qwen3's: grouped queries, rotary halves, softmax over all experts, no shared one.
+GROUPED = {
+    "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope_style": "halves",
+    "score_function": "softmax", "num_groups": 1, "top_groups": 1, "num_shared_experts": 0, "route_scale": 1.0,
+}  # fmt: skip
+# So short an original length that some pairs are kept, some slowed, some between, within rows of 9 tokens.
+YARN = {
+    "rope_scaling": "yarn", "rope_factor": 8.0, "rope_original_length": 16, "rope_beta_fast": 2.0,
+    "rope_beta_slow": 0.5, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0, "rope_theta": 50.0, "qk_rope_head_dim": 8,
+}  # fmt: skip
 VARIANTS = [
     Variant("as_it_is", bias=0.05, steps=2),
     Variant("tied_head", {"tied_head": True, "mtp_depth": 2}),
@@ -45,6 +55,11 @@ VARIANTS = [
     Variant("softmax_normalised_one_group", {"score_function": "softmax", "num_groups": 1, "top_groups": 1}, bias=0.02),
     Variant("sigmoid_not_normalised", {"normalize_weights": False, "num_shared_experts": 2}, documents=6),
     Variant("all_experts", {"top_k": 8, "num_groups": 1, "top_groups": 1, "num_shared_experts": 0}, micro_batch=4),
+    Variant("mixtral", {**GROUPED, "num_dense_layers": 0, "mtp_depth": 0}, documents=2),
+    Variant("qwen3", {**GROUPED, "qk_norm": True, "num_kv_heads": 1, "norm_eps": 1e-3}, padding=True, bias=0.02),
+    Variant("grouped_yarn", {**GROUPED, **YARN, "qk_norm": True, "rope_mscale_all_dim": 0.0, "rope_truncate": False}),
+    Variant("latent_yarn", {**YARN, "rope_mscale": 0.7, "latent_norm_eps": 1e-3}, documents=1, bias=0.05),
+    Variant("latent_yarn_halves", {**YARN, "q_lora_rank": 0, "rope_style": "halves", "rope_beta_fast": 1.0}),
     Variant("one_expert_dense_everywhere_else", {"top_k": 1, "num_dense_layers": 3, "tied_head": True}, padding=True),
 ]  # fmt: skip
 
