@@ -130,6 +130,7 @@ class Job:
             loss=result.loss,
             mtp_loss=sum(result.mtp_losses) / max(len(result.mtp_losses), 1),
             aux_loss=result.aux_loss,
+            z_loss=result.z_loss,
             total_loss=result.total_loss,
             tokens=tokens,
             tokens_seen=self.trainer.tokens_seen,

@@ -47,6 +47,7 @@ class StepMetrics:
     loss: float
     mtp_loss: float
     aux_loss: float
+    z_loss: float
     total_loss: float
     tokens: int
     tokens_seen: int

@@ -53,6 +53,7 @@ class StepResult:
     loss: float
     mtp_losses: tuple[float, ...]
     aux_loss: float
+    z_loss: float
     total_loss: float
     items: ItemCounts
     lr: float
@@ -152,13 +153,14 @@ class Trainer:
         self.steps_done += 1
         self.tokens_seen += items.tokens
         loss, *mtp = self._mean_losses(sums, items)
-        aux = float(self.groups.world.all_reduce_sum(sums.aux, "aux loss"))
+        aux, z_loss = self.groups.world.all_reduce_sum(sums.aux, "aux losses").tolist()
         mtp_weight = self.config.train.mtp_loss_weight / max(len(mtp), 1)
         return StepResult(
             loss=loss,
             mtp_losses=tuple(mtp),
             aux_loss=aux,
-            total_loss=loss + mtp_weight * sum(mtp) + aux,
+            z_loss=z_loss,
+            total_loss=loss + mtp_weight * sum(mtp) + aux + z_loss,
             items=items,
             lr=lr,
             grad_norm=stats.grad_norm,

@@ -60,6 +60,8 @@ class Case:
     virtual_stages: int = 1
     layers: int = 4
     rows: int = GLOBAL_BATCH  # sequences a step, over all ranks
+    model: str = "v3"  # a key of MODELS
+    z_loss: bool = False
 
     @property
     def world(self) -> int:
@@ -70,7 +72,24 @@ class Case:
         words += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
         words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
         words += [f"layers{self.layers}"] if self.layers != 4 else []
+        words += [self.model] if self.model != "v3" else []
+        words += ["z"] if self.z_loss else []
         return "-".join([*words, self.precision])
+
+
+# What other families change of the model in `config_of`.
+MODELS: dict[str, dict[str, Any]] = {
+    "v3": {},
+    "v3_yarn": {
+        "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 16, "rope_beta_fast": 2.0,
+        "rope_beta_slow": 0.5, "rope_mscale_all_dim": 1.0, "rope_theta": 50.0, "qk_rope_head_dim": 8,
+    },
+    "qwen3": {
+        "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "rope_style": "halves",
+        "num_dense_layers": 0, "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1,
+        "route_scale": 1.0,
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -90,9 +109,10 @@ def config_of(case: Case) -> Config:
         num_experts=8, top_k=3, expert_hidden=16, num_shared_experts=1, num_groups=4, top_groups=2,
         route_scale=1.5, mtp_depth=case.mtp_depth, tied_head=case.tied, init_std=0.1,
     )  # fmt: skip
+    model = replace(model, **MODELS[case.model])
     return Config(
         model=model,
-        moe=MoESection(combine=case.combine, aux_loss_weight=0.01, bias_step=1e-3),
+        moe=MoESection(combine=case.combine, aux_loss_weight=0.01, z_loss_weight=0.01 * case.z_loss, bias_step=1e-3),
         parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
         pipeline=PipelineConfig(schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],
@@ -190,6 +210,7 @@ def _step(trainer: Trainer, case: Case, step: int) -> dict[str, Any]:
         "loss": result.loss,
         "mtp": list(result.mtp_losses),
         "aux": result.aux_loss,
+        "z": result.z_loss,
         "norm": result.grad_norm,
         "grad": raw,
         "counts": {(name, 0): (c.shape, c.clone()) for name, c in result.expert_counts.items()},
@@ -256,7 +277,7 @@ def differences(one: Record, other: Record, first: int = 0) -> dict[str, float]:
     """
     worst: dict[str, float] = {}
     for a, b in zip(one.steps[first:], other.steps, strict=False):
-        for key in ("loss", "aux", "norm"):
+        for key in ("loss", "aux", "z", "norm"):
             worst[key] = max(worst.get(key, 0.0), abs(a[key] - b[key]) / max(abs(a[key]), 1e-300))
         for k, (x, y) in enumerate(zip(a["mtp"], b["mtp"], strict=True)):
             worst[f"mtp{k}"] = max(worst.get(f"mtp{k}", 0.0), abs(x - y) / max(abs(x), 1e-300))

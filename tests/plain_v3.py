@@ -35,11 +35,12 @@ class PlainRows:
 
 @dataclass
 class PlainResult:
-    """Losses of the whole batch. `main` and `mtp` are means over targets, `aux` is the weighted mean over rows."""
+    """Losses of the whole batch. `main` and `mtp` are means over targets, `aux` and `z` over rows and tokens."""
 
     main: float
     mtp: list[float]
     aux: float
+    z: float
     total: Tensor  # with its graph
     counts: dict[str, list[int]]  # by MoE layer: how many tokens chose each expert
     margin: float  # the smallest distance between a chosen and a refused score or group
@@ -52,6 +53,7 @@ class _Row:
     places: list[int]
     documents: list[list[int]]
     aux: Tensor
+    z: Tensor
     counts: dict[str, list[int]] = field(default_factory=dict)
     margin: float = math.inf
 
@@ -62,29 +64,31 @@ class PlainV3:
     def __init__(self, model: ModelConfig, parameters: Parameters, biases: Parameters | None = None) -> None:
         self.model, self.parameters, self.biases = model, parameters, biases or {}
 
-    def loss(self, rows: PlainRows, aux_weight: float, mtp_weight: float) -> PlainResult:
-        """The training loss: main + mtp_weight / D * sum of MTP losses + aux_weight * balance loss."""
+    def loss(self, rows: PlainRows, aux_weight: float, mtp_weight: float, z_weight: float = 0.0) -> PlainResult:
+        """The training loss: main + mtp_weight / D * sum of MTP losses + aux_weight * balance loss + z_weight * z."""
         depths = rows.tokens.shape[0]
         sums = [torch.zeros((), dtype=torch.float64) for _ in range(depths)]
-        aux, counts, margin, used_rows = torch.zeros((), dtype=torch.float64), {}, math.inf, 0
+        aux = z = torch.zeros((), dtype=torch.float64)
+        counts: dict[str, list[int]] = {}
+        margin, used_rows, tokens = math.inf, 0, 0
         for b in range(rows.tokens.shape[1]):
             row = _make_row(rows.keep[b].tolist(), rows.document_ids[b].tolist())
             if not row.places:
                 continue
-            used_rows += 1
+            used_rows, tokens = used_rows + 1, tokens + len(row.places)
             for k, value in enumerate(self._row_losses(row, rows.tokens[:, b], rows.labels[:, b])):
                 sums[k] = sums[k] + value
-            aux, margin = aux + row.aux, min(margin, row.margin)
+            aux, z, margin = aux + row.aux, z + row.z, min(margin, row.margin)
             for name, chosen in row.counts.items():
                 before = counts.get(name, [0] * len(chosen))
                 counts[name] = [x + y for x, y in zip(before, chosen, strict=True)]
         targets = [int((labels != NO_TARGET).sum()) for labels in rows.labels]
         main, *mtp = [total / max(n, 1) for total, n in zip(sums, targets, strict=True)]
-        aux = aux_weight * aux / max(used_rows, 1)
-        total = main + aux
+        aux, z = aux_weight * aux / max(used_rows, 1), z_weight * z / max(tokens, 1)
+        total = main + aux + z
         for value in mtp:
             total = total + mtp_weight / len(mtp) * value
-        return PlainResult(main.item(), [value.item() for value in mtp], aux.item(), total, counts, margin)
+        return PlainResult(main.item(), [value.item() for value in mtp], aux.item(), z.item(), total, counts, margin)
 
     def token_losses(self, tokens: list[int], labels: list[int]) -> list[float]:
         """The main loss of each token of one document by itself; 0 where there is no target."""
@@ -160,6 +164,7 @@ class PlainV3:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         row.counts[name] = [int(n) for n in used.sum(dim=0)]
         row.aux = row.aux + _balance_loss(scores, model)
+        row.z = row.z + sum(logits[t].exp().sum().log() ** 2 for t in range(len(logits)))
         out = torch.zeros_like(x)
         for e in range(model.num_experts):
             prefix = f"{name}.experts.{e}"
@@ -178,7 +183,7 @@ def _make_row(keep: list[bool], document_ids: list[int]) -> _Row:
         if i == 0 or document_ids[t] != document_ids[places[i - 1]]:
             documents.append([])
         documents[-1].append(i)
-    return _Row(places, documents, torch.zeros((), dtype=torch.float64))
+    return _Row(places, documents, *torch.zeros(2, dtype=torch.float64))
 
 
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

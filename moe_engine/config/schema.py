@@ -93,6 +93,7 @@ class MoEConfig:
     route_scale: float = 1.0
     combine: str = "dedup"  # see MoESection
     aux_loss_weight: float = 1e-4
+    z_loss_weight: float = 0.0
     bias_step: float = 1e-3
     init_std: float = 0.006
 
@@ -103,6 +104,7 @@ class MoESection:
 
     combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
     aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
+    z_loss_weight: float = 0.0  # of the mean over tokens of logsumexp(router logits)^2, which keeps logits small
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
 
 
@@ -221,6 +223,7 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         route_scale=model.route_scale,
         combine=moe.combine,
         aux_loss_weight=moe.aux_loss_weight,
+        z_loss_weight=moe.z_loss_weight,
         bias_step=moe.bias_step,
         init_std=model.init_std,
     )

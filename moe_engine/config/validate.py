@@ -87,7 +87,7 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
     """Experts and router; `model` and `moe` are the prefixes of the sections that hold the options."""
     experts, top_k, groups, top_groups = (model + name for name in ("num_experts", "top_k", "num_groups", "top_groups"))
     rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
-    rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "bias_step")
+    rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
     rules.positive(1.0, model + "route_scale")
     for name in (model + "score_function", model + "group_score", moe + "combine"):
         rules.one_of(name, _CHOICES[name.rpartition(".")[2]])

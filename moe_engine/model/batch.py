@@ -59,20 +59,22 @@ class Batch:
 class ItemCounts:
     """Valid items by loss term: what each term is divided by, once summed over the whole global batch.
 
-    tokens: main targets; mtp: targets of each MTP depth; sequences: rows with at least one token that is no padding.
+    tokens: main targets; mtp: targets of each MTP depth; sequences: rows with at least one token that is no padding;
+    routed: tokens that are no padding.
     """
 
     tokens: int
     mtp: tuple[int, ...]
     sequences: int
+    routed: int
 
     def as_tensor(self) -> Tensor:
-        return torch.tensor([self.tokens, self.sequences, *self.mtp])
+        return torch.tensor([self.tokens, self.sequences, self.routed, *self.mtp])
 
     @classmethod
     def from_tensor(cls, counts: Tensor) -> ItemCounts:
-        tokens, sequences, *mtp = counts.tolist()
-        return cls(tokens, tuple(mtp), sequences)
+        tokens, sequences, routed, *mtp = counts.tolist()
+        return cls(tokens, tuple(mtp), sequences, routed)
 
 
 def count_items(batches: Iterable[Batch]) -> ItemCounts:
@@ -80,8 +82,10 @@ def count_items(batches: Iterable[Batch]) -> ItemCounts:
     total: Tensor | int = 0
     for batch in batches:
         targets = (batch.labels != IGNORE).sum(dim=(1, 2))  # [1+D]
-        rows = batch.shape[0] if batch.token_mask is None else batch.token_mask.any(dim=1).sum().item()
-        total = total + torch.tensor([targets[0], rows, *targets[1:]])
+        mask = batch.token_mask
+        rows = batch.shape[0] if mask is None else mask.any(dim=1).sum().item()
+        routed = batch.shape[0] * batch.shape[1] if mask is None else mask.sum().item()
+        total = total + torch.tensor([targets[0], rows, routed, *targets[1:]])
     if isinstance(total, int):
         raise ValueError("no micro-batches to count")
     return ItemCounts.from_tensor(total)

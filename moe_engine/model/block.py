@@ -40,7 +40,7 @@ class AttnOut:
 
     @property
     def aux_loss(self) -> Tensor | None:
-        """Weighted balance loss, summed over this micro-batch's sequences (not divided)."""
+        """Weighted balance loss and z-loss [2], summed over this micro-batch's sequences and tokens (not divided)."""
         return None if self.packed is None else self.packed.aux_loss
 
 

@@ -36,7 +36,7 @@ class MTPModule(nn.Module):
         queue: WgradQueue | None = None,
         label: str = "",
     ) -> Walk[tuple[Tensor, Tensor | None]]:
-        """hidden, embedded [T, D] -> (hidden of this depth [T, D], weighted balance loss or None).
+        """hidden, embedded [T, D] -> (hidden of this depth [T, D], weighted balance loss and z-loss [2] or None).
 
         The head reads `self.norm` of the result; the next depth reads the result itself.
         """

@@ -3,7 +3,7 @@
 Loss: each term is its sum over valid items divided by the number of valid items of that term in the whole
 global batch, so that gradients are summed, never averaged, over micro-batches and ranks:
 
-    total = main + (lambda / D) * sum_k MTP_k + alpha * sum over MoE layers of the sequence-wise balance loss
+    total = main + (lambda / D) * sum_k MTP_k + sum over MoE layers of (alpha * sequence-wise balance loss + z-loss)
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class LossRule:
             return losses.sum() / max(self.items.tokens, 1)
         return losses.sum() * (self.mtp_weight / len(self.items.mtp) / max(self.items.mtp[depth - 1], 1))
 
-    def aux(self, weighted_sum: Tensor) -> Tensor:
-        return weighted_sum / max(self.items.sequences, 1)
+    def aux(self, weighted_sums: Tensor) -> Tensor:
+        """An MoE layer's terms [2] from its weighted sums [2]: balance over sequences, z-loss over tokens."""
+        balance, z_loss = weighted_sums.unbind()
+        return torch.stack((balance / max(self.items.sequences, 1), z_loss / max(self.items.routed, 1)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class StageOutput:
     x: the residual stream [T, D] for the next stage (the final hidden state on the last one);
     loss: scalar to differentiate, this stage's part of the total (None when it has none);
     loss_sums: int64 [2, 1+D], see `fixed_point_sum`: of the main and the MTP losses over valid targets;
-    aux: fp64 scalar, this stage's part of the balance loss, divided by the global number of sequences.
+    aux: fp64 [2], this stage's part of the balance loss and of the z-loss, divided by the global numbers of items.
     """
 
     x: Tensor
@@ -170,9 +172,10 @@ class Stage(nn.Module):
     def _output(
         self, x: Tensor, losses: list[Tensor], aux_sums: list[Tensor], rule: LossRule, depths: int
     ) -> StageOutput:
-        """The loss terms put together, from the per-token losses [T] of each depth and the layers' balance losses."""
+        """The loss terms put together, from the per-token losses [T] of each depth and the layers' balance and z-losses [2]."""
         aux = [rule.aux(value) for value in aux_sums]
-        terms = [rule.depth(depth, values) for depth, values in enumerate(losses)] + aux
+        terms = [rule.depth(depth, values) for depth, values in enumerate(losses)]
+        terms += [value.sum() for value in aux]
         loss_sums = torch.zeros(2, depths, dtype=torch.int64, device=x.device)
         for depth, values in enumerate(losses):
             loss_sums[:, depth] = fixed_point_sum(values)
@@ -180,9 +183,9 @@ class Stage(nn.Module):
             x=x,
             loss=sum(terms[1:], terms[0]) if terms else None,
             loss_sums=loss_sums,
-            aux=torch.stack([value.detach().double() for value in aux]).sum()
+            aux=torch.stack([value.detach().double() for value in aux]).sum(dim=0)
             if aux
-            else x.new_zeros((), dtype=torch.float64),
+            else x.new_zeros(2, dtype=torch.float64),
         )
 
     def logits(self, x: Tensor) -> Tensor:

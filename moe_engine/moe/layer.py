@@ -23,7 +23,7 @@ from moe_engine.config.schema import MoEConfig
 from moe_engine.config.validate import validate_moe
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe import dispatch as wire
-from moe_engine.moe.balance import sequence_balance_loss, update_expert_bias
+from moe_engine.moe.balance import router_z_loss, sequence_balance_loss, update_expert_bias
 from moe_engine.moe.experts import Experts
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
@@ -39,7 +39,8 @@ class Packed:
     """Tokens ready to travel.
 
     rows: what is sent; handle: its layout (None with one rank); aux_loss: weighted balance loss summed over this
-    micro-batch's sequences, a scalar (None where its weight is 0): the caller divides by the number of sequences.
+    micro-batch's sequences and weighted z-loss summed over its tokens, [2] (None where both weights are 0): the caller
+    divides by the numbers of sequences and tokens.
     """
 
     rows: wire.Rows
@@ -115,12 +116,21 @@ class MoELayer(nn.Module):
         exact = config.combine == "exact"
         handle = wire.plan(routing.expert_ids, self.placement, self.ep, self.ep_counts, exact, label)
         rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
-        aux_loss = None
+        return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask))
+
+    def _aux_loss(self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None) -> Tensor | None:
+        """See `Packed`."""
+        config = self.config
+        if not config.aux_loss_weight and not config.z_loss_weight:
+            return None
+        balance = z_loss = router_logits.new_zeros(())
         if config.aux_loss_weight:
-            aux_loss = config.aux_loss_weight * sequence_balance_loss(
-                routing.router_logits, shape, config.top_k, config.score_function, token_mask
+            balance = config.aux_loss_weight * sequence_balance_loss(
+                router_logits, shape, config.top_k, config.score_function, token_mask
             )
-        return Packed(rows, handle, aux_loss)
+        if config.z_loss_weight:
+            z_loss = config.z_loss_weight * router_z_loss(router_logits, token_mask)
+        return torch.stack((balance, z_loss))
 
     def dispatch_start(self, packed: Packed) -> wire.PendingDispatch:
         """Start sending the rows to their experts."""
@@ -157,7 +167,8 @@ class MoELayer(nn.Module):
     ) -> Any:
         """x [B, S, D] (or [T, D]: one sequence) -> the same shape, in x's dtype; token_mask without the last dimension.
 
-        With return_aux also the weighted balance loss, a scalar, averaged over the sequences of this call.
+        With return_aux also the weighted balance loss, averaged over the sequences of this call, and z-loss, averaged
+        over its tokens: their sum, a scalar.
         """
         S = x.shape[-2] if x.dim() > 1 else 1
         B = math.prod(x.shape[:-2])
@@ -170,7 +181,10 @@ class MoELayer(nn.Module):
         out = out.view(x.shape)
         if not return_aux:
             return out
-        return out, out.new_zeros(()) if packed.aux_loss is None else packed.aux_loss / max(B, 1)
+        if packed.aux_loss is None:
+            return out, out.new_zeros(())
+        tokens = B * S if token_mask is None else int(token_mask.sum())
+        return out, packed.aux_loss[0] / max(B, 1) + packed.aux_loss[1] / max(tokens, 1)
 
     def update_balance(self) -> None:
         """Move the balancing bias by the loads since the last call, summed over the expert-parallel group; clear them.

@@ -38,7 +38,7 @@ class StepSums:
     """
 
     loss_sums: Tensor  # int64 [2, 1+D]
-    aux: Tensor  # fp64 scalar
+    aux: Tensor  # fp64 [2]
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, output: StageOutput) -> None:
@@ -91,7 +91,7 @@ class Executor:
         device = batches[0].tokens.device
         sums = StepSums(
             torch.zeros(2, batches[0].labels.shape[0], dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros(2, dtype=torch.float64, device=device),
         )
         step = _Step(batches, rule, sums, rank_of_work(lists))
         actions = lists[self.here]

@@ -31,7 +31,7 @@ def generate(
 
 def _next_token(executor: Executor, tokens: list[int], chance: torch.Generator, temperature: float) -> int:
     batch = _row(tokens).to(next(iter(executor.stages.values())).device)
-    rule = LossRule(ItemCounts(0, (), 0), 0.0)
+    rule = LossRule(ItemCounts(0, (), 0, 0), 0.0)
     sums = executor.forward_only([batch], rule)
     uniform = torch.rand((), generator=chance, dtype=torch.float64)
     groups = executor.groups

@@ -60,6 +60,8 @@ FEW = [
     Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
     Case(pp=4, dp=1, schedule="dualpipe"),
+    Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True),
+    Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact"),
 ]
 
 
@@ -102,9 +104,20 @@ def both_ways() -> list[Case]:
     return small + large
 
 
+def other_models() -> list[Case]:
+    """Grouped queries, softmax routing, YaRN and the z-loss, over layouts and schedules."""
+    layouts = [
+        Case(dp=4, ep=4, micro_batch=2, padding=True),
+        Case(pp=2, dp=4, ep=2, schedule="split_1f1b", tied=True),
+        Case(pp=4, dp=2, schedule="zbv", skew=True),
+        Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
+    ]
+    return [replace(case, model=model, z_loss=True) for model in ("qwen3", "v3_yarn") for case in layouts]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("case", all_layouts() + both_ways(), ids=str)
+@pytest.mark.parametrize("case", all_layouts() + both_ways() + other_models(), ids=str)
 def test_every_layout_equals_one_process(case: Case, precision: str) -> None:
     case = replace(case, precision=precision)
     record = run(case)
@@ -213,7 +226,8 @@ def mean_per_micro_batch(trainer: Trainer) -> None:
 
         def own_mean(batch: Batch, x: object, rule: LossRule, *args: object, forward: object = forward) -> object:
             own = count_items([batch])
-            items = ItemCounts(own.tokens * parts, tuple(n * parts for n in own.mtp), own.sequences * parts)
+            mtp = tuple(n * parts for n in own.mtp)
+            items = ItemCounts(own.tokens * parts, mtp, own.sequences * parts, own.routed * parts)
             return forward(batch, x, LossRule(items, rule.mtp_weight), *args)  # type: ignore[operator]
 
         stage.forward = own_mean  # type: ignore[method-assign, assignment]

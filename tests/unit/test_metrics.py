@@ -19,7 +19,8 @@ from moe_engine.metrics import RunFolder, StepMetrics, draw_losses, environment,
 
 def line(step: int, loss: float = 2.5) -> StepMetrics:
     return StepMetrics(
-        step=step, loss=loss, mtp_loss=3.0, aux_loss=1e-4, total_loss=3.4, tokens=100, tokens_seen=100 * (step + 1),
+        step=step, loss=loss, mtp_loss=3.0, aux_loss=1e-4, z_loss=0.0, total_loss=3.4, tokens=100,
+        tokens_seen=100 * (step + 1),
         lr=1e-3, grad_norm=0.7, skipped=False, expert_load_max_over_mean=1.25, step_time_s=0.5, tokens_per_s=200.0,
         tokens_per_s_per_rank=50.0, model_tflops=0.03, mfu=0.125,
     )  # fmt: skip

@@ -29,6 +29,7 @@ class Variant:
     documents: int = 3  # at most this many in a row
     padding: bool = False
     bias: float = 0.0  # spread of the balancing biases
+    z_loss: float = 0.0
     micro_batch: int = 2
     steps: int = 1
 
@@ -50,13 +51,13 @@ VARIANTS = [
     Variant("as_it_is", bias=0.05, steps=2),
     Variant("tied_head", {"tied_head": True, "mtp_depth": 2}),
     Variant("direct_queries_without_mtp", {"q_lora_rank": 0, "mtp_depth": 0}, documents=1),
-    Variant("two_mtp_depths_and_padding", {"mtp_depth": 2}, padding=True, bias=0.05, steps=2),
+    Variant("two_mtp_depths_and_padding", {"mtp_depth": 2}, padding=True, bias=0.05, steps=2, z_loss=0.01),
     Variant("softmax_not_normalised", {"score_function": "softmax", "group_score": "max", "normalize_weights": False}),
     Variant("softmax_normalised_one_group", {"score_function": "softmax", "num_groups": 1, "top_groups": 1}, bias=0.02),
     Variant("sigmoid_not_normalised", {"normalize_weights": False, "num_shared_experts": 2}, documents=6),
     Variant("all_experts", {"top_k": 8, "num_groups": 1, "top_groups": 1, "num_shared_experts": 0}, micro_batch=4),
     Variant("mixtral", {**GROUPED, "num_dense_layers": 0, "mtp_depth": 0}, documents=2),
-    Variant("qwen3", {**GROUPED, "qk_norm": True, "num_kv_heads": 1, "norm_eps": 1e-3}, padding=True, bias=0.02),
+    Variant("qwen3", {**GROUPED, "qk_norm": True, "num_kv_heads": 1, "norm_eps": 1e-3}, padding=True, z_loss=0.1),
     Variant("grouped_yarn", {**GROUPED, **YARN, "qk_norm": True, "rope_mscale_all_dim": 0.0, "rope_truncate": False}),
     Variant("latent_yarn", {**YARN, "rope_mscale": 0.7, "latent_norm_eps": 1e-3}, documents=1, bias=0.05),
     Variant("latent_yarn_halves", {**YARN, "q_lora_rank": 0, "rope_style": "halves", "rope_beta_fast": 1.0}),
@@ -67,6 +68,7 @@ VARIANTS = [
 def make_config(variant: Variant) -> Config:
     config = config_of(Case())
     config.model = replace(config.model, **variant.model)
+    config.moe.z_loss_weight = variant.z_loss
     config.train = replace(config.train, global_batch=ROWS, micro_batch=variant.micro_batch, seq_len=LENGTH)
     return config
 
@@ -120,7 +122,7 @@ def plain_loss(config: Config, parameters: dict[str, Tensor], biases: dict[str, 
     keep = torch.ones(batch.shape, dtype=torch.bool) if batch.token_mask is None else batch.token_mask
     rows = PlainRows(batch.tokens, batch.labels, batch.document_ids, keep)
     plain = PlainV3(config.model, parameters, biases)
-    result = plain.loss(rows, config.moe.aux_loss_weight, config.train.mtp_loss_weight)
+    result = plain.loss(rows, config.moe.aux_loss_weight, config.train.mtp_loss_weight, config.moe.z_loss_weight)
     assert result.margin > 1e-7, "a near-tie in the routing: choose another seed"
     return result
 
@@ -174,6 +176,7 @@ def test_losses_gradients_counts_and_updates_equal_the_plain_model(variant: Vari
         assert result.loss == pytest.approx(expected.main, rel=TOLERANCE)
         assert result.mtp_losses == pytest.approx(expected.mtp, rel=TOLERANCE)
         assert result.aux_loss == pytest.approx(expected.aux, rel=TOLERANCE)
+        assert result.z_loss == pytest.approx(expected.z, rel=TOLERANCE)
         assert result.total_loss == pytest.approx(expected.total.item(), rel=TOLERANCE)
         assert result.grad_norm == pytest.approx(norm, rel=TOLERANCE)
         assert {name: counts.tolist() for name, counts in result.expert_counts.items()} == expected.counts

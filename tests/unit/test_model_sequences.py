@@ -273,7 +273,11 @@ def test_no_valid_targets_give_loss_zero_and_only_the_balance_gradient() -> None
     gradients = trainer.accumulate([batch])
     found = gradients_of(trainer)
     result = trainer.update(gradients)
-    assert (result.loss, result.mtp_losses, result.items) == (0.0, (0.0,), ItemCounts(0, (0,), 4))
+    assert (result.loss, result.mtp_losses, result.items) == (
+        0.0,
+        (0.0,),
+        ItemCounts(0, (0,), 4, batch.tokens[0].numel()),
+    )
     assert result.aux_loss > 0 and math.isfinite(result.grad_norm) and not result.skipped
     assert not found["head.weight"].any() and found["layers.1.moe.router.weight"].any()
 
