@@ -146,7 +146,7 @@ class Block(nn.Module):
     def walk(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
     ) -> Walk[tuple[Tensor, Tensor | None]]:
-        """x [T, D] -> ([T, D], weighted balance loss summed over sequences or None)."""
+        """x [T, D] -> ([T, D], weighted balance loss and z-loss, summed but not divided, [2] or None)."""
         out = self.attn_phase(x, context, queue, label)
         out, arrived = yield Dispatch(out)
         mlp = self.mlp_phase(out, arrived, queue)

@@ -172,7 +172,7 @@ class Stage(nn.Module):
     def _output(
         self, x: Tensor, losses: list[Tensor], aux_sums: list[Tensor], rule: LossRule, depths: int
     ) -> StageOutput:
-        """The loss terms put together, from the per-token losses [T] of each depth and the layers' balance and z-losses [2]."""
+        """The loss terms put together: per-token losses [T] of each depth, balance and z-losses [2] of the layers."""
         aux = [rule.aux(value) for value in aux_sums]
         terms = [rule.depth(depth, values) for depth, values in enumerate(losses)]
         terms += [value.sum() for value in aux]
