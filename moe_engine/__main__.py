@@ -15,7 +15,7 @@ from moe_engine import __version__
 from moe_engine.config.errors import ConfigError
 
 # Each is moe_engine.cli.<command>, with SUMMARY, `help_text()` and `run(words) -> exit code`.
-COMMANDS = ("train", "convert", "schedule")
+COMMANDS = ("train", "convert", "schedule", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,8 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(f"{command}: no such command; {hint} {', '.join(COMMANDS)}; see moe-engine --help")
     module = importlib.import_module(f"moe_engine.cli.{command}")
     if "-h" in rest or "--help" in rest:
-        print(module.help_text())
+        # `bench` has a help for each benchmark.
+        print(module.help_of(rest) if hasattr(module, "help_of") else module.help_text())
         return 0
     return int(module.run(rest))
 

@@ -80,7 +80,7 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
         layout=layout,
         placement=placement,
         rank=rank,
-        world=Communicator("world", everybody, rank, dist.group.WORLD if layout.world > 1 else None, log),
+        world=world_communicator(rank, layout.world, log),
         data=make.one("data", data),
         ep=make.one("ep", ep),
         ep_counts=make.one("ep_counts", ep),
@@ -89,6 +89,11 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
         edges=_edges(layout, placement, make),
         log=log,
     )
+
+
+def world_communicator(rank: int, size: int, log: CollectiveLog | None = None) -> Communicator:
+    """All ranks of a world that `start` has joined."""
+    return Communicator("world", range(size), rank, dist.group.WORLD if size > 1 else None, log)
 
 
 class _Maker:
