@@ -1,4 +1,4 @@
-"""Where a training step spends its time: forward and backward of the four phases, head and loss, optimizer.
+"""Where a training step spends its time: forward and backward of the phases of a block, head and loss, optimizer.
 
 Forwards are timed by wrapping the phases of one step. Backwards run inside autograd, so there the clock is read when
 the gradient of a phase's output is complete: from then to the next such moment that phase's backward runs. Borders
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.model.block import Block
+from moe_engine.moe import dispatch as wire
 from moe_engine.trainer import Trainer
 
 TOP_OPS = 15
@@ -82,15 +83,20 @@ def _wrapped(trainer: Trainer, clock: _Clock) -> Iterator[None]:
         places += [(stage, "_embed", "embedding"), (stage, "_token_losses", "head and loss")]
         for module in stage.modules():
             if isinstance(module, Block):
-                places += [(module, f"{phase}_phase", phase) for phase in ("attn", "dispatch", "mlp", "combine")]
+                places += [(module, f"{phase}_phase", phase) for phase in ("attn", "mlp", "sum")]
+    places += [(wire, "dispatch_wait", "dispatch"), (wire, "combine_arrive", "combine")]
     places += [(trainer.optimizer, name, "optimizer") for name in ("zero_grad", "reduce_gradients", "step")]
+    # Into the objects' own dicts, where Python finds them before the methods of their classes.
+    before = [(vars(owner), name, vars(owner).get(name)) for owner, name, _ in places]
     for owner, name, phase in places:
-        object.__setattr__(owner, name, clock.wrap(phase, getattr(owner, name)))
+        vars(owner)[name] = clock.wrap(phase, getattr(owner, name))
     try:
         yield
     finally:
-        for owner, name, _ in places:
-            object.__delattr__(owner, name)
+        for names, name, value in before:
+            names.pop(name)
+            if value is not None:
+                names[name] = value
 
 
 def phase_table(step: Callable[[], Any], trainer: Trainer) -> str:
