@@ -6,6 +6,7 @@ Every rank runs this; the one with rank 0 reports.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.config.schema import Config
 from moe_engine.data.baseline import BigramModel
@@ -52,8 +54,7 @@ class Job:
         self.validation = self._validation_rows()
         path = Path(config.run.dir) / config.run.name
         self.checkpoints = path / "checkpoints"
-        if config.run.resume:
-            self.trainer.load_newest(self.checkpoints)
+        self._set_weights()
         self.folder = RunFolder(path) if rank == 0 else None
         if self.folder:
             self.folder.begin(to_yaml(config), self.trainer.steps_done)
@@ -69,8 +70,8 @@ class Job:
             for step in range(self.trainer.steps_done, config.steps):
                 self._report(self._timed_step(step), bar)
                 if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and step + 1 < config.steps:
-                    self.trainer.save(self.checkpoints)
-        checkpoint = self.trainer.save(self.checkpoints)
+                    self.trainer.save(self.checkpoints, self._data_meta())
+        checkpoint = self.trainer.save(self.checkpoints, self._data_meta())
         summary = self._evaluate()
         if config.sample_tokens:
             summary["sample"] = self._sample()
@@ -87,6 +88,35 @@ class Job:
                 validation_fraction=data.validation_fraction,
                 max_bytes=data.max_bytes,
             )
+
+    def _set_weights(self) -> None:
+        """Where training starts: the run's newest checkpoint, weights from elsewhere, or the initial values."""
+        if self.config.run.resume:
+            self._compare_data(self.trainer.load_newest(self.checkpoints).get("data", {}))
+        elif self.config.train.init_from:
+            source = Path(self.config.train.init_from)
+            for line in self.trainer.load_weights(source):
+                self.console.print(line, markup=False, highlight=False)
+            self.console.print(f"starting from the weights in {source}", markup=False, highlight=False)
+
+    def _data_meta(self) -> dict[str, str]:
+        return {"tokenizer": self.corpus.tokenizer.name, "content_digest": self.corpus.content_digest}
+
+    def _compare_data(self, saved: Mapping[str, str]) -> None:
+        """Refuse another tokenizer than the checkpoint's; say so when the text is another."""
+        for name, now in self._data_meta().items():
+            before = saved.get(name, now)
+            if name == "tokenizer" and before != now:
+                raise ConfigError(
+                    f"run.resume=true: the checkpoint was trained on tokens of {before!r} and this run has {now!r}; "
+                    "go on with the same tokenizer, or start a new run with init_from"
+                )
+            if before != now:
+                self.console.print(
+                    f"the data are not those of the checkpoint (digest {before[:12]} then, {now[:12]} now): "
+                    f"training goes on with the new ones, in their order from step {self.trainer.steps_done}",
+                    highlight=False,
+                )
 
     def _dataset(self, name: str) -> PackedDataset:
         return PackedDataset(

@@ -9,7 +9,7 @@ balancing bias moves once.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.checkpoint import store
+from moe_engine.checkpoint.weights import model_meta, model_of, require_model
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.config.schema import Config
@@ -203,9 +204,11 @@ class Trainer:
         """State beside parameters: the balancing biases."""
         return {f"{name}.router.expert_bias": layer.router.expert_bias for name, layer in self.moe_layers().items()}
 
-    def save(self, folder: Path) -> Path:
-        """Write `folder/step_<n>`, complete or not at all."""
+    def save(self, folder: Path, data: Mapping[str, str] | None = None) -> Path:
+        """Write `folder/step_<n>`, complete or not at all. `data` describes what was trained on."""
         meta = {
+            **model_meta(self.config.model),
+            "data": dict(data or {}),
             "tokens_seen": self.tokens_seen,
             "optimizer_steps": self.optimizer.state_steps,
             "config": to_yaml(self.config),
@@ -217,15 +220,27 @@ class Trainer:
     def load(self, path: Path) -> dict[str, Any]:
         """Go on from a checkpoint made in any layout."""
         meta = store.load(path, self.optimizer.named_shards(), self._extras(), self.groups.world)
+        require_model(model_of(meta, path), self.config.model, path)
         self.steps_done, self.tokens_seen = meta["step"], meta["tokens_seen"]
         self.optimizer.state_steps = meta["optimizer_steps"]
         self.optimizer.set_parameters_from_masters()
         return meta
 
-    def load_newest(self, folder: Path) -> None:
+    def load_weights(self, path: Path) -> list[str]:
+        """Start from weights (a Hugging Face folder, checkpoint or run folder): step 0, a fresh optimizer.
+
+        Each rank reads what its own shards need. Returns what a person should know of them, a line each.
+        """
+        notes = store.load_weights(
+            path, self.config.model, self.optimizer.named_shards(), self._extras(), self.groups.world
+        )
+        self.optimizer.set_parameters_from_masters()
+        return notes
+
+    def load_newest(self, folder: Path) -> dict[str, Any]:
         """Go on from the newest complete checkpoint in `folder`; a fresh start when there is none is refused."""
         world = self.groups.world
         path = world.gather_objects(store.newest(folder) if world.rank == 0 else None)[0]
         if path is None:
             raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}; start with run.resume=false")
-        self.load(path)
+        return self.load(path)

@@ -22,7 +22,9 @@ from torch import Tensor
 from moe_engine.checkpoint import files
 from moe_engine.checkpoint.files import Index, Written
 from moe_engine.checkpoint.reshard import merge, mismatches, parts_of, plan
+from moe_engine.checkpoint.weights import MASTER, model_of, open_weights, require_model
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.optim.zero import Shard
 
@@ -115,6 +117,53 @@ def load(
         raise ConfigError(f"checkpoint={path}: holds what this model lacks: {_first(unexpected)}")
     _together(world, path, read)
     return {**index.meta, "step": index.step}
+
+
+def load_weights(
+    path: Path, model: ModelConfig, shards: Iterable[Shard], extras: Mapping[str, Tensor], world: Communicator
+) -> list[str]:
+    """Fill the masters of `shards`, and `extras`, with the weights at `path` (see `weights.open_weights`).
+
+    All ranks call this together and each reads what its own shards need; moments stay as they are. Returns what a
+    person should know, a line each. Raises ConfigError on all ranks when one finds weights of another model or a
+    damaged file; some tensors may already be filled then.
+    """
+
+    def read() -> list[str]:
+        weights = open_weights(path)
+        require_model(weights.model, model, path)
+        if world.rank == 0:
+            weights.check_copies()
+        for shard in shards:
+            shard.states[MASTER].copy_(weights.read(shard.name, shard.start, shard.end))
+        for name, tensor in extras.items():
+            tensor.copy_(weights.read(name).view(tensor.shape))
+        return weights.notes
+
+    return _together(world, path, read)[0]
+
+
+def check_resume(folder: Path, model: ModelConfig, master: str) -> None:
+    """Whether a run of `model` with master weights of type `master` can go on from the newest checkpoint in `folder`.
+
+    Raises ConfigError with a line for each option that cannot change. Values are not read.
+    """
+    with warnings.catch_warnings():  # who loads will say what it passes by
+        warnings.simplefilter("ignore")
+        path = newest(folder)
+    if path is None:
+        raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}; start with run.resume=false")
+    index = files.read_index(path)
+    problems = []
+    stored = next((entry.dtype for key, entry in index.tensors.items() if key.startswith(f"{MASTER}/")), master)
+    if stored != master:
+        problems.append(f"precision.master={master}: {path} has {stored}; use precision.master={stored}")
+    try:
+        require_model(model_of(index.meta, path), model, path)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def newest(folder: Path) -> Path | None:

@@ -26,19 +26,20 @@ from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
 from moe_engine.checkpoint.reshard import EXTRA, Entry, Part, Range, plan
 from moe_engine.config import strict
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface import effective
 from moe_engine.config.schema import ModelConfig
 from moe_engine.layout import Placement
 from moe_engine.model.names import named_parameters
 from moe_engine.model.transformer import Stage
 
 MASTER = "master"  # the kind of a checkpoint's tensors that are parameters
-FREE = ("name", "init_std", "max_positions")  # options of a model that may change between its weights and a run
 BIAS = ".expert_bias"  # how names of balancing biases end; all other tensors are parameters
 
 
 class Weights(Protocol):
     """Parameters and balancing biases of a whole model, by global name."""
 
+    folder: Path
     model: ModelConfig
     shapes: dict[str, tuple[int, ...]]
     notes: list[str]  # what a person should know, a line each
@@ -76,16 +77,21 @@ class CheckpointWeights:
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._entries[name][1].dtype)
+        found: torch.dtype = getattr(torch, self._entry(name)[1].dtype)
         return found
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
-        key, entry = self._entries[name]
+        key, entry = self._entry(name)
         end = entry.numel if end is None else end
         part = Part(key, entry.shape, start, end, torch.empty(end - start, dtype=self.dtype(name)))
         for file, copies in plan({key: entry}, [part]).items():
             files.read_tensors(self.folder / file, copies)
         return part.values
+
+    def _entry(self, name: str) -> tuple[str, Entry]:
+        if name not in self._entries:
+            raise ConfigError(f"checkpoint={self.folder}: {name} is missing")
+        return self._entries[name]
 
     def check_copies(self) -> None:
         """A checkpoint has each tensor once."""
@@ -176,24 +182,21 @@ def model_meta(model: ModelConfig) -> dict[str, object]:
     return {"model": json.loads(json.dumps(asdict(model)))}
 
 
-def require_model(weights: Weights, model: ModelConfig) -> None:
-    """Raise ConfigError with a line for each option in which `model` is not the model that the weights are of."""
-    problems = model_differences(weights.model, model)
-    if problems:
-        raise ConfigError("\n".join(problems))
+def require_model(stored: ModelConfig, wanted: ModelConfig, path: Path) -> None:
+    """Raise ConfigError with a line for each option that makes `wanted` another model than the `stored` one at `path`.
 
-
-def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
-    """A line for each option in which two models differ, but for those that change no function of the weights."""
-    lines = []
+    What changes no function of the weights may differ: the name, the values that a fresh model would start from.
+    """
+    problems = []
+    stored, wanted = effective(stored), effective(wanted)
     for item in fields(ModelConfig):
         there, here = getattr(stored, item.name), getattr(wanted, item.name)
-        if item.name not in FREE and there != here:
+        if item.name != "init_std" and there != here:
             name = f"model.{item.name}"
-            lines.append(
-                f"{strict.shown(name, here)}: the stored weights are of a model with {strict.shown(name, there)}"
-            )
-    return lines
+            right = strict.shown(name, there)
+            problems.append(f"{strict.shown(name, here)}: {path} has weights of a model with {right}; use {right}")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 @torch.no_grad()
@@ -204,7 +207,7 @@ def fill_stages(weights: Weights, stages: Iterable[Stage], placement: Placement)
     """
     stages = list(stages)
     for stage in stages:
-        require_model(weights, stage.model)
+        require_model(weights.model, stage.model, weights.folder)
         for name, layer in stage.moe_layers().items():
             layer.router.expert_bias.copy_(weights.read(f"{name}.router{BIAS}"))
     for each in named_parameters(stages, placement):

@@ -31,6 +31,8 @@ groups of ready choices:
 usual options:
   run.name=first            the run's folder in run.dir (runs)
   run.resume=true           go on from the run's newest checkpoint
+  init_from=FOLDER          start from these weights, with a fresh optimizer: a Hugging Face folder, a checkpoint or a
+                            run folder of the same model (the long name is train.init_from)
   run.check=true            print the resolved configuration and layout, and stop
   train.steps=100           also train.global_batch, train.micro_batch (sequences), train.seq_len, train.seed
   parallel.pp=2             also parallel.dp, parallel.ep: ranks = pp * dp, experts spread over ep of the dp ranks
@@ -48,6 +50,7 @@ examples:
 
 def run(words: list[str]) -> int:
     """Raises ConfigError for every mistake that can be found before the ranks start, all at once."""
+    words = [f"train.{word}" if word.startswith("init_from=") else word for word in words]
     given = launch.given_ranks(os.environ)
     os.environ.update(given or {})
     world = int(given["WORLD_SIZE"]) if given else None
@@ -88,9 +91,31 @@ def checked(config: Config, world: int | None) -> Config:
         for path in config.data.text_paths
         if not Path(path).exists()
     ]
+    try:
+        _check_weights(resolved)
+    except ConfigError as error:
+        problems += str(error).splitlines()
     if problems:
         raise ConfigError("\n".join(problems))
     return resolved
+
+
+def _check_weights(config: Config) -> None:
+    """Raises ConfigError if the checkpoint or the weights to start from are not there, or are of another model."""
+    if not (config.run.resume or config.train.init_from):
+        return
+    with launch.interrupt_ends_at_once():
+        from moe_engine.checkpoint import store, weights
+    if config.run.resume:
+        checkpoints = Path(config.run.dir) / config.run.name / "checkpoints"
+        store.check_resume(checkpoints, config.model, config.precision.master)
+        return
+    source = Path(config.train.init_from)
+    try:
+        found = weights.open_weights(source)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"train.init_from={line}" for line in str(error).splitlines())) from None
+    weights.require_model(found.model, config.model, source)
 
 
 def _check_schedule(config: Config, sizes_are_valid: bool) -> None:

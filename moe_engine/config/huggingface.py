@@ -94,7 +94,7 @@ def huggingface_config(model: ModelConfig, context_length: int = DEFAULT_CONTEXT
 
 
 def _refuse_what_got_lost(model: ModelConfig, back: ModelConfig, family: str) -> None:
-    given, read = _effective(model), _effective(back)
+    given, read = effective(model), effective(back)
     lost = [
         f"{shown('model.' + item.name, getattr(given, item.name))}: a {family} config.json cannot say this; "
         f"it would mean {shown('model.' + item.name, getattr(read, item.name))}"
@@ -105,7 +105,7 @@ def _refuse_what_got_lost(model: ModelConfig, back: ModelConfig, family: str) ->
         raise ConfigError("\n".join(lost))
 
 
-def _effective(model: ModelConfig) -> ModelConfig:
+def effective(model: ModelConfig) -> ModelConfig:
     """The model with every option that has no effect on it at its default."""
     idle = ["name", "max_positions"]
     if model.attention == "mla":

@@ -178,6 +178,7 @@ class TrainConfig:
     eval_sequences: int = 64  # validation sequences at the end; 0: no validation
     sample_tokens: int = 200  # length of the generated sample at the end; 0: none
     checkpoint_every: int = 0  # steps; 0: only at the end
+    init_from: str = ""  # weights to start from, a Hugging Face folder, checkpoint or run folder; not read on resume
     threads: int = 1  # CPU threads of each rank
 
 
