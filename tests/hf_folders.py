@@ -91,7 +91,9 @@ V2 = replace(
 )  # fmt: skip
 
 
-def random_tensors(model: ModelConfig, fused: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_tensors(
+    model: ModelConfig, fused: bool = False, dtype: torch.dtype = torch.float32, std: float = 1.0
+) -> dict[str, Tensor]:
     """A value for every tensor of a model's folder, by key; copies are copies, balancing biases are fp32."""
     both = names(model, FAMILIES[family_of(model)])
     chance = torch.Generator().manual_seed(0)
@@ -99,7 +101,7 @@ def random_tensors(model: ModelConfig, fused: bool = False, dtype: torch.dtype =
     for mapped in both.tensors.values():
         for rows in mapped.forms[-1 if fused else 0] if mapped.forms else ():
             kind = torch.float32 if rows.key.endswith("bias") else dtype
-            tensors.setdefault(rows.key, torch.randn(rows.whole_shape, generator=chance).to(kind))
+            tensors.setdefault(rows.key, (std * torch.randn(rows.whole_shape, generator=chance)).to(kind))
     for copy in both.copies:
         if copy.written:
             tensors[copy.key] = tensors[copy.original].clone()

@@ -157,7 +157,10 @@ def check_resume(folder: Path, model: ModelConfig, master: str) -> None:
     problems = []
     stored = next((entry.dtype for key, entry in index.tensors.items() if key.startswith(f"{MASTER}/")), master)
     if stored != master:
-        problems.append(f"precision.master={master}: {path} has {stored}; use precision.master={stored}")
+        problems.append(
+            f"precision.master={master}: {path} has {stored}; use precision.master={stored}, "
+            f"or a new run with init_from={path}"
+        )
     try:
         require_model(model_of(index.meta, path), model, path)
     except ConfigError as error:

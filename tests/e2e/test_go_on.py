@@ -1,0 +1,65 @@
+"""Going on from what was trained before: the same run with other options, and a new run from converted weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.__main__ import main
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+SMALL = [
+    "model=mini_v3", "model.dim=64", "model.dense_hidden=96", "model.expert_hidden=32", "model.num_layers=2",
+    "train.seq_len=64", "train.global_batch=8", "train.micro_batch=2", "train.eval_sequences=0",
+    "train.sample_tokens=0", "optim.warmup_steps=2", "data.validation_fraction=0.3",
+]  # fmt: skip
+STEPS = 8  # of the run that the others go on from
+
+
+def moe_engine(folder: Path, command: str, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_engine", command, *words], capture_output=True, text=True, timeout=240, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(folder: Path, run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    moe_engine(folder, "train", *SMALL, f"data.text_paths=[{CORPUS}]", f"train.steps={STEPS}", "run.name=first")
+    return folder
+
+
+def test_run_goes_on_with_other_options(trained: Path) -> None:
+    """Learning rate, batch, text, steps and layout may change; changed text is said."""
+    other = f"data.text_paths=[{CORPUS / 'counting.txt'},{CORPUS / 'license.txt'}]"
+    words = [f"train.steps={STEPS + 2}", "train.global_batch=4", "optim.lr=1e-4", "parallel.pp=2"]
+    words += ["train.micro_batch=1", "run.name=first", "run.resume=true", other]
+    out = moe_engine(trained, "train", *SMALL, *words)
+    assert "the data are not those of the checkpoint" in out
+    lines = metrics(trained, "first")
+    assert [line["step"] for line in lines] == list(range(STEPS + 2))
+    assert lines[STEPS]["lr"] < 1e-4 < lines[STEPS - 1]["lr"]
+    assert lines[STEPS]["tokens_seen"] == lines[STEPS - 1]["tokens_seen"] + lines[STEPS]["tokens"]
+    assert lines[STEPS]["tokens"] < lines[STEPS - 1]["tokens"]
+    assert lines[STEPS]["loss"] < lines[0]["loss"] - 0.5, "weights were not kept"
+
+
+def test_new_run_starts_from_converted_weights(trained: Path) -> None:
+    source, exported = trained / "runs" / "first" / "checkpoints" / f"step_{STEPS}", trained / "exported"
+    assert main(["convert", f"from={source}", f"to={exported}", "dtype=bfloat16"]) == 0
+    words = [f"data.text_paths=[{CORPUS}]", "train.steps=1", "run.name=second", f"init_from={exported}"]
+    assert "starting from the weights in" in moe_engine(trained, "train", *SMALL, *words)
+    first, second = (metrics(trained, name)[0] for name in ("first", "second"))
+    assert second["step"] == 0 and second["tokens_seen"] == second["tokens"]
+    assert second["loss"] < first["loss"] - 0.5  # the first batch of the same text, by trained weights
