@@ -35,7 +35,7 @@ from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.zero import ZeroOptimizer
 from moe_engine.pipeline.executor import Executor, StepSums
 from moe_engine.planner.flops import parameter_count
-from moe_engine.schedule import schedules
+from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
 
 
@@ -82,8 +82,9 @@ class Trainer:
         self.named = named_parameters(self.stages.values(), self.groups.placement)
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)
-        self.executor = Executor(self.stages, self.groups)
         pipeline, pp = config.pipeline, config.parallel.pp
+        order = pair.BLOCKING if device.type == "cpu" else pair.LAUNCHING
+        self.executor = Executor(self.stages, self.groups, order if pipeline.overlap else None)
         self.lists = schedules.schedule(pipeline.schedule, pp, self.micro_batches, pipeline.virtual_stages)
         check(self.lists, len(self.groups.placement.stages), self.micro_batches)
         self.num_parameters = parameter_count(config.model).total

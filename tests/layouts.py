@@ -58,6 +58,7 @@ class Case:
     skew: bool = False  # all tokens choose the same experts: most experts, and at ep > 1 whole ranks, have none
     padding: bool = False  # rows end in padding tokens
     virtual_stages: int = 1
+    overlap: bool = True
     layers: int = 4
     rows: int = GLOBAL_BATCH  # sequences a step, over all ranks
     model: str = "v3"  # a key of MODELS
@@ -71,6 +72,7 @@ class Case:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"ep{self.ep}", self.schedule, f"mb{self.micro_batch}", self.combine]
         words += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
         words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
+        words += [] if self.overlap else ["plain"]
         words += [f"layers{self.layers}"] if self.layers != 4 else []
         words += [self.model] if self.model != "v3" else []
         words += ["z"] if self.z_loss else []
@@ -114,7 +116,7 @@ def config_of(case: Case) -> Config:
         model=model,
         moe=MoESection(combine=case.combine, aux_loss_weight=0.01, z_loss_weight=0.01 * case.z_loss, bias_step=1e-3),
         parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
-        pipeline=PipelineConfig(schedule=case.schedule, virtual_stages=case.virtual_stages),
+        pipeline=PipelineConfig(overlap=case.overlap, schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],
         # A large eps: with AdamW's usual one the first updates are the signs of the gradients, also of elements that
         # are nothing but rounding, and in fp32 that noise (3e-7 of a gradient) grows a hundredfold in three steps.

@@ -2,7 +2,8 @@
 
     F      forward of a micro-batch through a stage; the result is sent on as soon as it exists
     B      full backward;  I  input gradient only, weight gradients go to the queue;  W  those weight gradients
-    F&B    a forward and a backward of different micro-batches, one after the other
+    F&B    a forward and a backward of different micro-batches, woven phase by phase (`overlap`, `schedule.pair`) where
+           experts are spread over ranks; without exchanges to hide, or without an order, one after the other
 
 A receive is posted one action ahead (`schedule.check` proves that this order cannot deadlock) and waited for at
 its first use; messages are tagged by stage and micro-batch. The graph is cut at stage borders, which the
@@ -25,7 +26,9 @@ from moe_engine.distributed.groups import Groups
 from moe_engine.model.batch import Batch
 from moe_engine.model.transformer import LossRule, Stage, StageOutput
 from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.pipeline.overlap import CutMicroBatch, Exchanges
 from moe_engine.pipeline.recorder import Recorder, recorded
+from moe_engine.schedule import pair
 from moe_engine.schedule.action import Action, Item, Kind, Output, inputs
 from moe_engine.schedule.check import Lists, rank_of_work
 
@@ -47,11 +50,21 @@ class StepSums:
 
 
 @dataclass
-class _Live:
-    """A micro-batch between its forward and its backward on one stage."""
+class _Whole:
+    """A micro-batch between its forward and its backward on one stage, as one graph."""
 
     x: Tensor | None
     output: StageOutput
+    place: tuple[int, int]
+    queue: WgradQueue
+    d_output: Tensor | None = None
+
+    def backward(self, defer: bool) -> None:
+        roots: list[tuple[Tensor, Tensor | None]] = []
+        roots += [(self.output.x, self.d_output)] if self.d_output is not None else []
+        roots += [(self.output.loss, None)] if self.output.loss is not None else []
+        with self.queue.defer(self.place, defer):
+            torch.autograd.backward([made for made, _ in roots], [gradient for _, gradient in roots])
 
 
 @dataclass
@@ -61,10 +74,9 @@ class _Step:
     batches: Sequence[Batch]
     rule: LossRule
     sums: StepSums
-    rank_of: dict[
-        tuple[int, int], int
-    ]  # the pipeline rank that a micro-batch meets at a stage, by (stage, micro-batch)
-    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    rank_of: dict[tuple[int, int], int]  # by (stage, micro-batch): the pipeline rank where they meet
+    paired: set[tuple[int, int]]  # (stage, micro-batch) with a half in a woven pair
+    live: dict[tuple[int, int], _Whole | CutMicroBatch] = field(default_factory=dict)
     received: dict[Item, Pending] = field(default_factory=dict)
     local: dict[Item, Tensor] = field(default_factory=dict)
     sends: list[Pending] = field(default_factory=list)
@@ -74,14 +86,22 @@ class Executor:
     """Runs action lists over the stages that this rank holds.
 
     stages: by stage index; hidden size and dtype of the border tensors come from the stages themselves.
-    recorder: is told when each action starts and ends, and each wait for a message; may be set between runs.
+    order: of the phases in a pair, see `schedule.pair`; None: the forward, then the backward. The same bits.
+    recorder: is told what happens when (see `recorder`); may be set between runs.
     """
 
-    def __init__(self, stages: dict[int, Stage], groups: Groups, recorder: Recorder | None = None) -> None:
-        self.stages, self.groups, self.recorder = stages, groups, recorder
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        groups: Groups,
+        order: str | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.stages, self.groups, self.order, self.recorder = stages, groups, order, recorder
         self.num_stages = len(groups.placement.stages)
         self.here = groups.layout.coordinate(groups.rank).pp
         self.queue = WgradQueue()
+        self.exchanges = Exchanges()
 
     def run(self, lists: Lists, batches: Sequence[Batch], rule: LossRule) -> StepSums:
         """One pass: gradients are added to the parameters' `.grad`, the loss sums returned (of this rank only).
@@ -93,8 +113,9 @@ class Executor:
             torch.zeros(2, batches[0].labels.shape[0], dtype=torch.int64, device=device),
             torch.zeros(2, dtype=torch.float64, device=device),
         )
-        step = _Step(batches, rule, sums, rank_of_work(lists))
         actions = lists[self.here]
+        step = _Step(batches, rule, sums, rank_of_work(lists), self._paired(actions))
+        self.exchanges.recorder = self.recorder
         for i, action in enumerate(actions):
             for upcoming in actions[i : i + 2]:
                 self._post_receives(step, upcoming)
@@ -123,7 +144,17 @@ class Executor:
             stage.train()
         return sums
 
+    def _paired(self, actions: Sequence[Action]) -> set[tuple[int, int]]:
+        """Where weaving has something to hide, the micro-batches and stages that it needs cut in phases."""
+        if self.order is None or self.groups.ep.size == 1:
+            return set()
+        found = [action for action in actions if action.kind is Kind.FB]
+        return {(half.stage, half.micro_batch) for action in found for half in action.halves()}
+
     def _act(self, step: _Step, action: Action) -> None:
+        if action.kind is Kind.FB and step.paired:
+            self._pair(step, action)
+            return
         for half in action.halves():
             if half.kind is Kind.F:
                 self._forward(step, half.stage, half.micro_batch)
@@ -133,32 +164,75 @@ class Executor:
                 self._backward(step, half.stage, half.micro_batch, defer=half.kind is Kind.I)
 
     def _forward(self, step: _Step, stage: int, m: int) -> None:
+        if (stage, m) in step.paired:
+            cut = self._enter(step, stage, m)
+            cut.forward()
+            self._leave(step, cut)
+            return
+        x = self._input(step, stage, m)
+        output = self.stages[stage](step.batches[m], x, step.rule, self.queue, f"micro_batch {m}")
+        self._leave(step, _Whole(x, output, (stage, m), self.queue))
+
+    def _backward(self, step: _Step, stage: int, m: int, defer: bool) -> None:
+        live = self._turn_back(step, stage, m)
+        live.backward(defer)
+        self._give_gradient(step, live)
+
+    def _pair(self, step: _Step, action: Action) -> None:
+        """Both halves, phase by phase; what goes to other stages leaves as soon as it is there."""
+        forward, backward = action.halves()
+        back, ahead = self._turn_back(step, backward.stage, backward.micro_batch), None
+        assert self.order is not None and isinstance(back, CutMicroBatch)
+        back.woven = True
+        blocks = self.stages[forward.stage].num_blocks
+        for each in pair.steps(self.order, blocks, back.blocks):
+            if each.part == "F":
+                if ahead is None:
+                    ahead = self._enter(step, forward.stage, forward.micro_batch)
+                    ahead.woven = True
+                ahead.run(each)
+            else:
+                done = back.done
+                back.run(each)
+                if back.done and not done:
+                    self._give_gradient(step, back)
+        self.exchanges.catch_up()
+        assert ahead is not None
+        self._leave(step, ahead)
+
+    def _input(self, step: _Step, stage: int, m: int) -> Tensor | None:
+        """What the forward of a micro-batch starts from; None on the first stage."""
         if (stage, m) in step.live:
             raise ValueError(f"micro-batch {m} enters stage {stage} twice")
-        x = None
-        if stage > 0:
-            x = self._take(step, Item(Output.ACTIVATION, m, stage - 1)).requires_grad_(torch.is_grad_enabled())
-        output = self.stages[stage](step.batches[m], x, step.rule, self.queue, f"micro_batch {m}")
+        if stage == 0:
+            return None
+        return self._take(step, Item(Output.ACTIVATION, m, stage - 1)).requires_grad_(torch.is_grad_enabled())
+
+    def _enter(self, step: _Step, stage: int, m: int) -> CutMicroBatch:
+        x = self._input(step, stage, m)
+        return CutMicroBatch(self.stages[stage], step.batches[m], x, step.rule, (stage, m), self.queue, self.exchanges)
+
+    def _leave(self, step: _Step, live: _Whole | CutMicroBatch) -> None:
+        """After its forward: the output goes on to the next stage."""
+        (stage, m), output = live.place, live.output
+        assert output is not None
         step.sums.add(output)
         if torch.is_grad_enabled():
-            step.live[stage, m] = _Live(x, output)
+            step.live[stage, m] = live
         if stage + 1 < self.num_stages:
             self._give(step, Item(Output.ACTIVATION, m, stage), stage + 1, output.x.detach())
         elif not torch.is_grad_enabled():
             step.sums.hidden[m] = output.x
 
-    def _backward(self, step: _Step, stage: int, m: int, defer: bool) -> None:
+    def _turn_back(self, step: _Step, stage: int, m: int) -> _Whole | CutMicroBatch:
+        """Before its backward: the gradient of the output comes from the next stage."""
         live = step.live.pop((stage, m))
-        roots: list[Tensor] = []
-        grads: list[Tensor | None] = []
         if stage + 1 < self.num_stages:
-            roots.append(live.output.x)
-            grads.append(self._take(step, Item(Output.GRADIENT, m, stage + 1)))
-        if live.output.loss is not None:
-            roots.append(live.output.loss)
-            grads.append(None)
-        with self.queue.defer((stage, m), defer):
-            torch.autograd.backward(roots, grads)
+            live.d_output = self._take(step, Item(Output.GRADIENT, m, stage + 1))
+        return live
+
+    def _give_gradient(self, step: _Step, live: _Whole | CutMicroBatch) -> None:
+        stage, m = live.place
         if live.x is not None:
             assert live.x.grad is not None
             self._give(step, Item(Output.GRADIENT, m, stage), stage - 1, live.x.grad)
