@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.load import choices, groups, load
+from moe_engine.config.load import load
 from moe_engine.config.schema import ParallelConfig, PipelineConfig
 from moe_engine.schedule import chrome_trace, draw, schedules
 from moe_engine.schedule.check import Report, check
@@ -30,7 +31,6 @@ class ScheduleConfig:
 
 
 def help_text() -> str:
-    available = "\n".join(f"  {group + '=':<13} {' | '.join(choices(group))}" for group in groups("schedule"))
     return f"""usage: moe-engine schedule [group=choice …] [section.option=value …]
 
 Print the timetable of a pipeline schedule under a cost model, with its length, idle time, bubble and the most
@@ -38,7 +38,7 @@ activations that each rank holds. The schedule is proven legal first. Nothing is
 With pipeline=all: one table of all schedules at this size, and which one to take.
 
 groups of ready choices:
-{available}
+{available("schedule")}
 
 options:
   pipeline.schedule=NAME    {", ".join(schedules.names())}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from moe_engine.cli import launch
 from moe_engine.cli.check import describe
+from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.load import choices, groups, load
+from moe_engine.config.load import load
 from moe_engine.config.schema import Config
 from moe_engine.config.validate import resolve, validate
 from moe_engine.layout import Layout
@@ -19,14 +20,13 @@ SUMMARY = "train a model: on this machine, or as one of the ranks of torchrun or
 
 
 def help_text() -> str:
-    available = "\n".join(f"  {group + '=':<13} {' | '.join(choices(group))}" for group in groups("train"))
     return f"""usage: moe-engine train [group=choice …] [section.option=value …] [values.yaml …]
 
 Train a Mixture-of-Experts language model. Starts the ranks that the layout needs on this machine; under torchrun
 or Slurm's srun it is one of the ranks already started. Results go to runs/<run.name>/.
 
 groups of ready choices:
-{available}
+{available("train")}
 
 usual options:
   run.name=first            the run's folder in run.dir (runs)

@@ -16,9 +16,10 @@ published profile (github.com/deepseek-ai/profile-data). docs/design/overlap.md 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from moe_engine.schedule.action import Action, Kind
 from moe_engine.schedule.check import ScheduleError
 
 EXCHANGES = ("dispatch", "combine")
@@ -107,3 +108,36 @@ def check_pair(order: Sequence[Step], forward_blocks: int, backward_blocks: int)
         done.add(step)
     if done != expected:
         raise ScheduleError(f"a pair lacks {', '.join(map(str, sorted(expected - done)))}")
+
+
+class Exchange(NamedTuple):
+    """One exchange of one rank: phase counts | dispatch | combine, part F | B, and where."""
+
+    phase: str
+    part: str
+    stage: int
+    block: int
+    micro_batch: int
+
+
+def exchanges(actions: Sequence[Action], blocks: Mapping[int, int], order: str | None) -> Iterator[Exchange]:
+    """The one total order in which a rank starts its exchanges, from its list: equal on all ranks that share experts.
+
+    blocks: by stage, how many it has, all with experts (leave out what dense ones would exchange). order: of the
+    phases in pairs; None: the forward, then the backward. Counts start at the end of attn(F).
+    """
+    for action in actions:
+        halves = [half for half in action.halves() if half.kind is not Kind.W]
+        backwards = [half.kind is not Kind.F for half in halves]
+        if len(halves) == 2 and order is not None:
+            found = steps(order, *(blocks[half.stage] for half in halves))
+        else:
+            found = [
+                step for half, back in zip(halves, backwards, strict=True) for step in phases(blocks[half.stage], back)
+            ]
+        for phase, part, block in found:
+            half = halves[-1] if part != "F" else halves[0]
+            if phase in EXCHANGES:
+                yield Exchange(phase, part, half.stage, block, half.micro_batch)
+            elif (phase, part) == ("attn", "F"):
+                yield Exchange("counts", part, half.stage, block, half.micro_batch)

@@ -21,7 +21,7 @@ from functools import partial
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.schedule import dualpipe
-from moe_engine.schedule.action import Action, Kind
+from moe_engine.schedule.action import Action, Kind, overlapped
 
 
 def names() -> list[str]:
@@ -76,6 +76,7 @@ def _definitions(virtual_stages: int) -> dict[str, _Definition]:
     return {
         "gpipe": _Definition(_gpipe),
         "1f1b": _Definition(_1f1b),
+        "overlapped_1f1b": _Definition(_overlapped_1f1b),
         "interleaved_1f1b": _Definition(
             partial(_interleaved_1f1b, virtual_stages=virtual_stages),
             lambda rank, pp: list(range(rank, pp * virtual_stages, pp)),
@@ -118,6 +119,21 @@ def _1f1b(rank: int, pp: int, micro_batches: int) -> list[Action]:
     forwards = [Action(Kind.F, micro_batch, rank) for micro_batch in range(micro_batches)]
     backwards = [Action(Kind.B, micro_batch, rank) for micro_batch in range(micro_batches)]
     return _one_in_turn(forwards, backwards, ahead=pp - 1 - rank)
+
+
+def _overlapped_1f1b(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """1F1B in pairs [F&B], each rank two forwards further ahead than the next one, so that no pair waits for another.
+
+    With a rank alone (pp=1) two micro-batches are in flight. It holds up to twice the activations of 1F1B.
+    """
+    actions = _one_in_turn(
+        [Action(Kind.F, m, rank) for m in range(micro_batches)],
+        [Action(Kind.B, m, rank) for m in range(micro_batches)],
+        ahead=2 * (pp - 1 - rank) + 1,
+    )
+    ahead = min(2 * (pp - 1 - rank) + 1, micro_batches)
+    steady, last = actions[ahead : 2 * micro_batches - ahead], actions[2 * micro_batches - ahead :]
+    return actions[:ahead] + [overlapped(f, b) for f, b in zip(steady[::2], steady[1::2], strict=True)] + last
 
 
 def _interleaved_1f1b(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> list[Action]:

@@ -187,7 +187,7 @@ def truth() -> dict[int, dict[str, Any]]:
     ("pp", "names"),
     [
         (1, ("gpipe", "split_1f1b")),  # on one rank, 1f1b is the truth itself and zb_h1 nearly split_1f1b
-        (2, ONE_STAGE_A_RANK),
+        (2, (*ONE_STAGE_A_RANK, "overlapped_1f1b")),
         (4, ONE_STAGE_A_RANK),
         (2, ("zbv", "dualpipev")),
         (2, ("dualpipe",)),

@@ -91,13 +91,15 @@ def all_layouts() -> list[Case]:
     return found
 
 
-def both_ways() -> list[Case]:
-    """DualPipe, each stage on two ranks, up to eight stages."""
+def in_pairs() -> list[Case]:
+    """DualPipe, each stage on two ranks, up to eight stages; and the other schedules with pairs."""
     small = [
         Case(pp, dp, ep, "dualpipe", combine=combine, tied=tied, skew=skew, padding=not skew)
         for pp, dp, ep in ((2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 1))
         for tied, skew, combine in ((False, False, "dedup"), (True, False, "exact"), (True, True, "dedup"))
     ]
+    small += [Case(1, 2, 2, "dualpipev", tied=True, padding=True), Case(1, 4, 4, "overlapped_1f1b", skew=True)]
+    small += [Case(2, 2, 2, "dualpipev", combine="exact"), Case(4, 2, 2, "overlapped_1f1b", tied=True)]
     large = [
         Case(4, 2, ep, "dualpipe", tied=tied, rows=16) for ep, tied in ((1, True), (2, False), (2, True))
     ] + [Case(8, 1, 1, "dualpipe", tied=tied, rows=16, layers=8) for tied in (False, True)]
@@ -117,7 +119,7 @@ def other_models() -> list[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("case", all_layouts() + both_ways() + other_models(), ids=str)
+@pytest.mark.parametrize("case", all_layouts() + in_pairs() + other_models(), ids=str)
 def test_every_layout_equals_one_process(case: Case, precision: str) -> None:
     case = replace(case, precision=precision)
     record = run(case)
@@ -144,6 +146,8 @@ def test_loss_bits_do_not_depend_on_the_layout(precision: str) -> None:
         replace(at_ep2, micro_batch=4),
         replace(at_ep2, pp=2, schedule="gpipe"),
         replace(at_ep2, pp=2, dp=4, schedule="zb_h1"),
+        replace(at_ep2, pp=2, schedule="dualpipe"),
+        replace(at_ep2, schedule="overlapped_1f1b"),
     ):
         assert first_losses(case) == expected, case
     exact = Case(precision=precision, combine="exact", micro_batch=8)
@@ -156,7 +160,7 @@ def test_gradient_bits_do_not_depend_on_the_schedule() -> None:
     """Among schedules with one holder per stage, and between split and whole backward."""
     case = Case(pp=2, dp=2, ep=2, precision="fp32", steps=3)
     plain = run(case)
-    for schedule in ("gpipe", "split_1f1b", "zb_h1"):
+    for schedule in ("gpipe", "split_1f1b", "zb_h1", "overlapped_1f1b"):
         worst = differences(plain, run(replace(case, schedule=schedule)))
         assert not any(worst.values()), (schedule, worst)
 

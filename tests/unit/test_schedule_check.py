@@ -42,6 +42,7 @@ def test_memory_is_what_each_schedule_promises(name: str, pp: int) -> None:
     ahead = {
         "gpipe": [micro_batches] * pp,
         "1f1b": list(range(pp, 0, -1)),
+        "overlapped_1f1b": list(range(2 * pp, 0, -2)),
         "interleaved_1f1b": [min(micro_batches, 2 * (pp - rank) - 1) for rank in range(pp)],
         "split_1f1b": list(range(pp, 0, -1)),
         "zb_h1": list(range(pp, 0, -1)),

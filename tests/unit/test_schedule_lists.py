@@ -88,6 +88,14 @@ def test_split_1f1b_makes_every_weight_gradient_one_backward_late() -> None:
     ]
 
 
+def test_overlapped_1f1b_pairs_each_backward_with_a_forward() -> None:
+    assert [words(actions) for actions in schedule("overlapped_1f1b", 2, 5)] == [
+        "F0 F1 F2 [F3&B0] [F4&B1] B2 B3 B4",
+        "F0 [F1&B0] [F2&B1] [F3&B2] [F4&B3] B4",
+    ]
+    assert [words(actions) for actions in schedule("overlapped_1f1b", 2, 2)] == ["F0 F1 B0 B1", "F0 [F1&B0] B1"]
+
+
 def test_zb_h1_keeps_weight_gradients_of_later_ranks_for_the_end() -> None:
     assert [words(actions) for actions in schedule("zb_h1", 3, 4)] == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
@@ -116,7 +124,7 @@ def test_stages_of_ranks() -> None:
     assert stage_of_rank("interleaved_1f1b", 2, virtual_stages=3) == [[0, 2, 4], [1, 3, 5]]
     assert stage_of_rank("dualpipe", 4) == [[0, 3], [1, 2], [1, 2], [0, 3]]
     assert stage_of_rank("dualpipev", 2) == stage_of_rank("zbv", 2) == [[0, 3], [1, 2]]
-    assert [num_stages(name, 4) for name in names()] == [4, 4, 4, 4, 4, 8, 4, 8]
+    assert [num_stages(name, 4) for name in names()] == [4, 4, 4, 4, 4, 4, 8, 4, 8]
     assert num_stages("interleaved_1f1b", 4, virtual_stages=3) == 12
 
 

@@ -1,0 +1,143 @@
+"""The overlapped pair on real ranks: the bits of the plain order, exchanges in flight, one order of collectives."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts import Case, config_of, differences, rank_batches, run
+from ranks import run_ranks
+
+from moe_engine.config.schema import Config
+from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.model.transformer import LossRule
+from moe_engine.pipeline.executor import Executor
+from moe_engine.schedule import pair
+from moe_engine.trainer import Trainer
+
+# A dense block at the front, MTP and the loss at the end, stages of different numbers of blocks.
+CASES = [
+    Case(dp=2, ep=2, schedule="overlapped_1f1b", precision="fp32", tied=True),
+    Case(dp=2, ep=2, schedule="dualpipev", precision="bf16", combine="exact", mtp_depth=2, tied=True),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", precision="bf16", tied=True, padding=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_overlapped_pair_has_the_bits_of_the_plain_order(case: Case) -> None:
+    case = replace(case, steps=2)
+    woven, plain = run(case), run(replace(case, overlap=False))
+    worst = differences(woven, plain)
+    assert not any(worst.values()), worst
+    assert [record.label for record in woven.logs[0]] != [record.label for record in plain.logs[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["overlapped_1f1b", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_bits_of_the_plain_order_in_other_layouts(pp: int, schedule: str) -> None:
+    if schedule == "dualpipe" and pp == 1:
+        pytest.skip("needs an even number of ranks")
+    for extra in ({"skew": True}, {"mtp_depth": 0, "padding": True}, {"mtp_depth": 2, "layers": 9, "tied": True}):
+        for precision in ("fp32", "bf16"):
+            case = Case(pp, 2, 2, schedule, precision=precision, steps=2, rows=16, **({"layers": 8} | extra))
+            worst = differences(run(case), run(replace(case, overlap=False)))
+            assert not any(worst.values()), (case, worst)
+
+
+class Times:
+    """A recorder: when each label starts and ends."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+
+    def start(self, label: str) -> None:
+        self.started[label] = time.perf_counter()
+
+    def end(self, label: str) -> None:
+        self.ended[label] = time.perf_counter()
+
+
+class OneAfterTheOther(Executor):
+    """Cut in phases all the same, but the forward before the backward."""
+
+    def _steps(self, forward_blocks: int, backward_blocks: int) -> list[pair.Step]:
+        plain = [*pair.phases(forward_blocks, backward=False), *pair.phases(backward_blocks, backward=True)]
+        pair.check_pair(plain, forward_blocks, backward_blocks)
+        return plain
+
+
+def _in_flight(rank: int, kind: type[Executor]) -> list[bool]:
+    """For each attn(F) of each pair: whether a combine(B) was started before it and waited for after it."""
+    case = Case(dp=2, ep=2, schedule="overlapped_1f1b", precision="fp32")
+    trainer, times = Trainer(config_of(case), rank, torch.device("cpu")), Times()
+    executor = kind(trainer.stages, trainer.groups, pair.BLOCKING, times)
+    batches = rank_batches(trainer, case, 0)
+    trainer.optimizer.zero_grad()
+    executor.run(trainer.lists, batches, LossRule(trainer.count_items(batches), 0.3))
+    blocks = trainer.stages[0].num_blocks
+    found = []
+    for label in times.started:
+        forward = re.fullmatch(r"F(\d+)@0 attn (\d+)", label)
+        if forward and int(forward[1]) > 0:  # the first forward is alone
+            combine = f"B{int(forward[1]) - 1}@0 combine {blocks - 1 - int(forward[2])}"
+            if combine in times.started:  # a dense block has none
+                before = times.started[combine] <= times.started[label]
+                found.append(before and times.ended[label] <= times.started[f"{combine} wait"])
+    return found
+
+
+def test_attn_of_the_forward_runs_while_combine_of_the_backward_is_in_flight() -> None:
+    for found in run_ranks(2, _in_flight, Executor):
+        assert len(found) == 3 * 4 and all(found)  # 3 pairs; of 5 blocks, one is dense
+
+
+def test_the_plain_order_has_nothing_in_flight() -> None:
+    for found in run_ranks(2, _in_flight, OneAfterTheOther):
+        assert len(found) == 3 * 4 and not any(found)
+
+
+def _orders(rank: int, config: Config, case: Case, order: str | None) -> tuple[list[str], list[str]]:
+    """The exchanges of a rank as enqueued, and as its list says."""
+    log = CollectiveLog()
+    trainer = Trainer(config, rank, torch.device("cpu"), log)
+    executor = Executor(trainer.stages, trainer.groups, order)
+    batches = rank_batches(trainer, case, 0)
+    rule = LossRule(trainer.count_items(batches), 0.3)
+    log.records.clear()
+    trainer.optimizer.zero_grad()
+    executor.run(trainer.lists, batches, rule)
+    enqueued = [record.label for record in log.records if record.communicator.startswith("ep")]
+    words = {
+        ("counts", "F"): ["counts"],
+        ("dispatch", "F"): ["dispatch x", "dispatch slots"],
+        ("combine", "F"): ["combine"],
+        ("combine", "B"): ["combine backward"],
+        ("dispatch", "B"): ["dispatch x backward", "dispatch slots backward"],
+    }
+    blocks = {
+        stage: [*(f"layers.{i}" for i in held.layers), *(f"mtp.{k}" for k in held.mtp)]
+        for stage, held in trainer.stages.items()
+    }
+    expected = [
+        f"{blocks[e.stage][e.block]} micro_batch {e.micro_batch} {word}"
+        for e in pair.exchanges(trainer.lists[executor.here], {s: len(b) for s, b in blocks.items()}, order)
+        if blocks[e.stage][e.block] != "layers.0"  # dense
+        for word in words[e.phase, e.part]
+    ]
+    return enqueued, expected
+
+
+@pytest.mark.parametrize("order", [pair.BLOCKING, pair.WITHOUT_COURIER, pair.LAUNCHING, None])
+def test_each_rank_enqueues_in_the_order_of_its_list(order: str | None) -> None:
+    """Case 26: over all communicators of the expert-parallel ranks together, so equal on all of them."""
+    case = Case(pp=2, dp=2, ep=2, schedule="dualpipe")
+    results = run_ranks(4, _orders, config_of(case), case, order)
+    for enqueued, expected in results:
+        assert enqueued == expected
+    assert results[0] == results[1] and results[2] == results[3]
+    assert results[0] != results[2]
