@@ -144,7 +144,7 @@ def _moe_tensors(model: Architecture, strategy: Strategy, keeping: str, load: fl
         ]
     rows = tokens * model.top_k * load * strategy.etp
     arriving = rows
-    if keeping == "engine" and strategy.deduplicate:
+    if keeping == "engine" and strategy.dispatch != "expert":
         arriving = tokens * distinct_ranks(model, strategy.layout.ep) * load * strategy.etp
     tensors += [
         Kept("probabilities", 2 * tokens * model.num_experts),

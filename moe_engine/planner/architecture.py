@@ -165,7 +165,9 @@ class Architecture:
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """The planner's view of a model of the engine."""
+    """The planner's view of a model of the engine. Biases of single layers (gpt-oss) are left out, a few in 10,000."""
+    latent = model.attention == "mla"
+    nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
     return Architecture(
         vocab_size=model.vocab_size,
         dim=model.dim,
@@ -173,13 +175,14 @@ def architecture(model: ModelConfig) -> Architecture:
         num_dense_layers=model.num_dense_layers,
         dense_hidden=model.dense_hidden,
         num_heads=model.num_heads,
-        num_kv_heads=model.num_heads,
-        qk_head_dim=model.qk_nope_head_dim + model.qk_rope_head_dim,
-        v_head_dim=model.v_head_dim,
-        q_lora_rank=model.q_lora_rank,
-        kv_lora_rank=model.kv_lora_rank,
-        qk_rope_head_dim=model.qk_rope_head_dim,
-        num_experts=model.num_experts if model.num_dense_layers < model.num_layers else 0,
+        num_kv_heads=model.num_heads if latent else model.num_kv_heads,
+        qk_head_dim=nope + rope if latent else model.head_dim,
+        v_head_dim=model.v_head_dim if latent else model.head_dim,
+        q_lora_rank=model.q_lora_rank if latent else 0,
+        kv_lora_rank=model.kv_lora_rank if latent else 0,
+        qk_rope_head_dim=rope if latent else 0,
+        qk_norm=model.qk_norm and not latent,
+        num_experts=model.num_experts if model.num_dense_layers < model.num_layers + model.mtp_depth else 0,
         top_k=model.top_k,
         expert_hidden=model.expert_hidden,
         shared_hidden=model.num_shared_experts * model.expert_hidden,

@@ -88,6 +88,8 @@ def state_bytes(count: float, sharers: float, strategy: Strategy) -> StateBytes:
     """What `count` parameters cost on a rank that shares them with `sharers` ranks, itself included."""
     sharers = min(sharers, strategy.shard) if strategy.shard else sharers
     precision, zero = strategy.precision, strategy.zero
+    if strategy.frozen:
+        return StateBytes(count * precision.parameter / (sharers if zero >= 3 else 1), 0.0, 0.0, 0.0)
     return StateBytes(
         parameters=count * precision.parameter / (sharers if zero >= 3 else 1),
         gradients=count * precision.gradient / (sharers if zero >= 2 else 1),

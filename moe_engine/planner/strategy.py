@@ -14,11 +14,13 @@ from moe_engine.layout import Layout
 # What can be computed again in backward instead of being kept, smallest first; `full` keeps a layer's input alone.
 RECOMPUTE = ("norm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "full")
 
+DISPATCH = ("expert", "rank", "node")
+
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of each kind of number. compute: `bf16` or `fp8` (matrix products; what is kept for them is then fp8 too
-    where `fp8_activations`).
+    """Bytes of each kind of number. compute: `bf16`, `fp8` or `fp4`, the format of matrix products (what is kept for
+    them is then one byte wide too, where `fp8_activations`).
     """
 
     compute: str = "bf16"
@@ -30,6 +32,20 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """The share of each communication that the software lets run beside computation, where there is enough of it.
+
+    tp, cp, ep: inside a pass (an overlapped pair of a schedule hides its own). dp: gradients and parameters beside the
+    passes of the first and last micro-batches.
+    """
+
+    tp: float = 0.0
+    cp: float = 1.0
+    ep: float = 0.0
+    dp: float = 1.0
+
+
+@dataclass(frozen=True)
 class Strategy:
     """A layout with a batch and a schedule.
 
@@ -37,7 +53,9 @@ class Strategy:
     step on one data-parallel rank, seq_len in tokens. zero: 0 (nothing sharded) to 3 (parameters too); shard: ranks
     that a sharded state is spread over at most, 0 for all. stage_layers: decoder layers of each stage, empty for as
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
-    flash: attention keeps no matrix of scores. deduplicate: a token crosses once per rank, not once per expert.
+    flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
+    per `node` (from where links spread it). frozen: the weights are not trained (adapters are), so they have no
+    gradients and no states.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -55,12 +73,16 @@ class Strategy:
     sequence_parallel: bool = True
     flash: bool = True
     dropout: bool = False
-    deduplicate: bool = True
+    dispatch: str = "rank"
+    frozen: bool = False
+    overlap: Overlap = field(default_factory=Overlap)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.recompute) - set(RECOMPUTE))
         if unknown:
             raise ConfigError(f"recompute={unknown[0]}: cannot be computed again; use some of {', '.join(RECOMPUTE)}")
+        if self.dispatch not in DISPATCH:
+            raise ConfigError(f"dispatch={self.dispatch}: no such way; use one of {', '.join(DISPATCH)}")
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero}: ZeRO has stages 0 to 3; use zero=1")
 

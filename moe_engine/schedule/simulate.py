@@ -10,12 +10,13 @@ Parallelism" (arXiv 2401.10241, section 2.1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.schedule.action import Action, Kind, inputs
-from moe_engine.schedule.check import Lists, count_memory, execution_order, producers
+from moe_engine.schedule.check import Lists, Slot, count_memory, execution_order, producers
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,69 @@ class Simulation:
         return [idle / self.makespan for idle in self.idle]
 
 
-def simulate(lists: Lists, num_stages: int, cost: Cost) -> Simulation:
-    """Start and end of every action. Raises ScheduleError if the lists deadlock."""
+class _Step(NamedTuple):
+    """One action in an order that respects what it needs: `after` are the places of its inputs in that order, with the
+    stage whose message delay counts, -1 for none. The action before it on its rank is `previous`, -1 for none."""
+
+    slot: Slot
+    action: Action
+    previous: int
+    after: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A schedule made ready for timing under many cost models: what waits for what is found once."""
+
+    lists: Lists
+    steps: tuple[_Step, ...]
+
+    def ends(self, costs: Sequence[Cost]) -> list[tuple[float, float]]:
+        """Start and end of every step, for a cost of each stage; a pair over two stages takes the mean of theirs."""
+        times: list[tuple[float, float]] = []
+        seconds = [{kind: cost.of(kind) for kind in Kind} for cost in costs]
+        for step in self.steps:
+            start = times[step.previous][1] if step.previous >= 0 else 0.0
+            for place, stage in step.after:
+                start = max(start, times[place][1] + (costs[stage].communication if stage >= 0 else 0.0))
+            action = step.action
+            length = seconds[action.stage][action.kind]
+            if action.backward_stage is not None:
+                length = (length + seconds[action.backward_stage][action.kind]) / 2
+            times.append((start, start + length))
+        return times
+
+    def makespan(self, costs: Sequence[Cost]) -> float:
+        """From the first start to the last end."""
+        return max(end for _, end in self.ends(costs))
+
+
+def prepare(lists: Lists, num_stages: int) -> Prepared:
+    """Find what each action waits for. Raises ScheduleError if the lists deadlock."""
     made_at = producers(lists)
+    place_of: dict[Slot, int] = {}
+    steps: list[_Step] = []
+    for slot in execution_order(lists, num_stages):
+        action = lists[slot.rank][slot.position]
+        sources = [(made_at[item], item.stage) for item in inputs(action, num_stages)]
+        after = tuple((place_of[s], stage if s.rank != slot.rank else -1) for s, stage in sources)
+        previous = place_of[Slot(slot.rank, slot.position - 1)] if slot.position else -1
+        place_of[slot] = len(steps)
+        steps.append(_Step(slot, action, previous, after))
+    return Prepared(lists, tuple(steps))
+
+
+def simulate(lists: Lists, num_stages: int, cost: Cost | Sequence[Cost]) -> Simulation:
+    """Start and end of every action. `cost` is of every stage, or one for each.
+
+    Raises ScheduleError if the lists deadlock.
+    """
+    prepared = prepare(lists, num_stages)
     timeline: list[list[Timed]] = [[] for _ in lists]
-    for rank, index in execution_order(lists, num_stages):
-        action = lists[rank][index]
-        start = timeline[rank][-1].end if timeline[rank] else 0.0
-        for item in inputs(action, num_stages):
-            source = made_at[item]
-            delay = 0.0 if source.rank == rank else cost.communication
-            start = max(start, timeline[source.rank][source.position].end + delay)
-        timeline[rank].append(Timed(action, start, start + cost.of(action.kind)))
+    for step, times in zip(
+        prepared.steps, prepared.ends([cost] * num_stages if isinstance(cost, Cost) else cost), strict=True
+    ):
+        timeline[step.slot.rank].append(Timed(step.action, *times))
     return Simulation(timeline, count_memory(lists).peak_activations)
 
 

@@ -1,0 +1,140 @@
+"""`moe-engine plan`: memory, time and cost of a run, before the cluster is booked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.load import choices, groups, load
+from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from moe_engine.planner import report
+from moe_engine.planner.answer import answer
+from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.memory import zero_table
+from moe_engine.planner.request import PlanSection, efficiency_of, request
+
+SUMMARY = "plan a run: memory of every rank, time of a step, days and GPU-hours"
+TOPICS = ("memory_70b",)
+SUFFIXES = (".json", ".md", ".svg")
+
+
+@dataclass
+class PlanConfig:
+    """The options of this command; those it shares with `train` have their names there."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanSection = field(default_factory=PlanSection)
+    tokens: float = 1e12  # to train on, for days and GPU-hours
+    topic: str = ""  # a worked example in place of a plan
+    out: str = ""  # a .json, .md or .svg file, or a folder for all three; empty: none
+
+
+def help_text() -> str:
+    available = "\n".join(f"  {group + '=':<13} {' | '.join(choices(group))}" for group in groups("plan"))
+    return f"""usage: moe-engine plan [group=choice …] [section.option=value …]
+
+Print what a run will need and how fast it will be: bytes on the ranks of every pipeline stage by part, time of a step
+by part with the bubble of the real schedule, tokens per second, MFU, days and GPU-hours. Nothing runs, no torch is
+loaded.
+
+groups of ready choices:
+{available}
+
+options:
+  cluster.gpus=2048         cards; also cluster.gpus_per_node, cluster.link_gb_s, cluster.network_gb_s, cluster.topology
+  parallel.pp=16            also parallel.dp, cp, tp, ep, zero (0 to 3)
+  pipeline.schedule=NAME    also pipeline.virtual_stages
+  train.global_batch=15360  also train.micro_batch, train.seq_len
+  plan.recompute=[norm]     computed again in backward: norm, moe_act, mla_up_proj, core_attn, mlp, moe, full
+  plan.compute=fp8          format of matrix products; also plan.etp, plan.load, plan.dispatch, plan.moment_bytes
+  plan.matmul=0.7           shares of the card's rates in place of fitted ones; also grouped, attention, memory, links
+  tokens=14.8e12            tokens to train on
+  topic=memory_70b          worked example: 70 billion parameters under data parallel and ZeRO-1, 2, 3
+  out=plan.json             also .md, .svg, or a folder for all
+
+examples:
+  moe-engine plan model=deepseek_v3 cluster=h800_2048 parallel=deepseek_v3
+  moe-engine plan topic=memory_70b"""
+
+
+def run(words: list[str]) -> int:
+    config = load("plan", words, PlanConfig)
+    _check_options(config)
+    if config.topic:
+        _print([_memory_70b(config.cluster.gpus)])
+        return 0
+    asked = request(
+        config.model, config.parallel, config.pipeline, config.precision, config.train, config.cluster, config.plan
+    )
+    found = answer(asked, efficiency_of(config.plan, Efficiency()))
+    tables = report.tables(found, config.tokens)
+    _print(tables)
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+    if config.out:
+        texts = {
+            ".json": json.dumps(report.as_data(found, config.tokens), indent=2) + "\n",
+            ".md": report.markdown(tables, found.warnings),
+            ".svg": report.picture(found, f"{config.model.name} on {config.cluster.gpus} {config.cluster.card}"),
+        }
+        _write(Path(config.out), texts)
+    return 0
+
+
+def _check_options(config: PlanConfig) -> None:
+    """Raises ConfigError, with a line for each option of this command that cannot be as it is."""
+    problems = []
+    if config.topic and config.topic not in TOPICS:
+        problems.append(f"topic={config.topic}: no such topic; use topic={TOPICS[0]}")
+    if config.tokens <= 0:
+        problems.append(f"tokens={config.tokens}: must be positive; use tokens=1e12")
+    out = Path(config.out)
+    if config.out and out.suffix and out.suffix not in SUFFIXES:
+        problems.append(f"out={config.out}: written are {', '.join(SUFFIXES)}; use out={out.with_suffix('.json')}")
+    if config.out and not out.absolute().parent.is_dir():
+        problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _memory_70b(ranks: int) -> report.Table:
+    """States of 70 billion parameters in bf16 with AdamW, by part and rank."""
+    rows = [
+        [name, *(f"{value / report.GB:,.2f}" for value in (*vars(state).values(), state.total))]
+        for name, state in zero_table(70e9, ranks).items()
+    ]
+    header = ["", "parameters", "gradients", "fp32 master", "two moments", "GB a rank"]
+    return report.Table(f"70e9 parameters in bf16 with AdamW on {ranks} ranks, GB on each", header, rows)
+
+
+def _print(tables: list[report.Table]) -> None:
+    console = Console(width=None if Console().is_terminal else 160)
+    for table in tables:
+        rich = RichTable(title=table.title, title_justify="left", show_edge=False, pad_edge=False)
+        for position, name in enumerate(table.header):
+            rich.add_column(name, justify="left" if position == 0 else "right")
+        for row in table.rows:
+            rich.add_row(*row)
+        console.print(rich)
+        console.print()
+
+
+def _write(out: Path, texts: dict[str, str]) -> None:
+    if out.suffix:
+        out.write_text(texts[out.suffix])
+        print(f"written to {out}")
+        return
+    out.mkdir(exist_ok=True)
+    for suffix, text in texts.items():
+        (out / f"plan{suffix}").write_text(text)
+    print(f"written to {out}/plan{{{','.join(texts)}}}")

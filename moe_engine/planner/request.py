@@ -1,0 +1,207 @@
+"""From the sections of a configuration to the planner's own words: what is planned, and whether it can be at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from moe_engine.layout import Layout
+from moe_engine.planner.activations import KEEPING
+from moe_engine.planner.architecture import Architecture, architecture
+from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.strategy import DISPATCH, RECOMPUTE, Overlap, Precision, Strategy
+from moe_engine.schedule import schedules
+
+COMPUTE = ("", "bf16", "fp8", "fp4")
+_WIDTH = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}
+
+
+@dataclass
+class PlanSection:
+    """Section `plan`: what the planner needs besides the sections that `train` has too.
+
+    compute: format of matrix products, bf16, fp8 or fp4; empty: that of section `precision`. moment_bytes: of both
+    AdamW moments of a parameter. load: rows of the busiest rank's experts over the mean. keeping: what is kept for
+    backward, as in this engine or as in megatron. The *_hidden options are shares of communication that runs beside
+    computation. matmul … block_us: efficiencies; 0: fitted or default ones of the card.
+    """
+
+    compute: str = ""
+    fp8_activations: bool = False
+    moment_bytes: float = 8.0
+    recompute: list[str] = field(default_factory=list)
+    etp: int = 1
+    shard: int = 0
+    sequence_parallel: bool = True
+    stage_layers: list[str] = field(default_factory=list)
+    dispatch: str = "node"
+    load: float = 1.0
+    keeping: str = "engine"
+    tp_hidden: float = 0.0
+    cp_hidden: float = 1.0
+    ep_hidden: float = 0.0
+    dp_hidden: float = 1.0
+    matmul: float = 0.0
+    grouped: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+    block_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question to the planner, checked."""
+
+    model: Architecture
+    strategy: Strategy
+    cluster: ClusterConfig
+    load: float
+    keeping: str
+
+
+def request(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    pipeline: PipelineConfig,
+    precision: PrecisionConfig,
+    train: TrainConfig,
+    cluster: ClusterConfig,
+    plan: PlanSection,
+) -> Request:
+    """The question that these sections ask. Raises ConfigError with a line for each rule that is broken."""
+    problems = _problems(model, parallel, train, cluster, plan)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    layout = layout_of(parallel, cluster)
+    micro_batches = train.global_batch // (layout.dp * train.micro_batch)
+    schedules.schedule(pipeline.schedule, layout.pp, micro_batches, pipeline.virtual_stages)
+    strategy = Strategy(
+        layout=layout,
+        etp=plan.etp,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        micro_batch=train.micro_batch,
+        micro_batches=micro_batches,
+        seq_len=train.seq_len,
+        zero=parallel.zero,
+        shard=plan.shard,
+        recompute=frozenset(plan.recompute),
+        precision=precision_of(precision, plan),
+        stage_layers=tuple(int(size) for size in plan.stage_layers),
+        sequence_parallel=plan.sequence_parallel,
+        dispatch=plan.dispatch,
+        overlap=Overlap(plan.tp_hidden, plan.cp_hidden, plan.ep_hidden, plan.dp_hidden),
+    )
+    return Request(architecture(model), strategy, cluster, plan.load, plan.keeping)
+
+
+def layout_of(parallel: ParallelConfig, cluster: ClusterConfig) -> Layout:
+    """The rank grid over the whole cluster; dp takes what the other axes leave."""
+    dp = parallel.dp or cluster.gpus // (parallel.pp * parallel.cp * parallel.tp)
+    return Layout(parallel.pp, dp, parallel.cp, parallel.tp, parallel.ep)
+
+
+def precision_of(precision: PrecisionConfig, plan: PlanSection) -> Precision:
+    """Bytes of each kind of number."""
+    return Precision(
+        compute=plan.compute or ("fp8" if precision.name == "fp8" else "bf16"),
+        parameter=_WIDTH[precision.compute],
+        gradient=_WIDTH[precision.gradient],
+        master=_WIDTH[precision.master],
+        moments=plan.moment_bytes,
+        fp8_activations=plan.fp8_activations,
+    )
+
+
+def efficiency_of(plan: PlanSection, known: Efficiency) -> Efficiency:
+    """The efficiencies of section `plan`, where it gives any, over those known for the card."""
+    return Efficiency(**{name: getattr(plan, name) or value for name, value in vars(known).items()})
+
+
+def _problems(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, cluster: ClusterConfig, plan: PlanSection
+) -> list[str]:
+    problems = []
+    at_least_one = {f"parallel.{axis}": getattr(parallel, axis) for axis in ("pp", "cp", "ep", "tp")}
+    at_least_one |= {f"train.{name}": getattr(train, name) for name in ("global_batch", "micro_batch", "seq_len")}
+    at_least_one |= {"plan.etp": plan.etp, "plan.load": plan.load}
+    if parallel.dp is not None:
+        at_least_one["parallel.dp"] = parallel.dp
+    problems += [
+        f"{name}={value}: must be 1 or more; use {name}=1" for name, value in at_least_one.items() if value < 1
+    ]
+    if parallel.zero not in (0, 1, 2, 3):
+        problems.append(f"parallel.zero={parallel.zero}: ZeRO has stages 0 to 3; use parallel.zero=1")
+    for name, value, choices in (
+        ("compute", plan.compute, COMPUTE),
+        ("dispatch", plan.dispatch, DISPATCH),
+        ("keeping", plan.keeping, KEEPING),
+    ):
+        if value not in choices:
+            problems.append(f"plan.{name}={value}: no such choice; use one of {', '.join(c for c in choices if c)}")
+    for part in plan.recompute:
+        if part not in RECOMPUTE:
+            problems.append(f"plan.recompute=[{part}]: cannot be computed again; use some of {', '.join(RECOMPUTE)}")
+    for name in (
+        "tp_hidden",
+        "cp_hidden",
+        "ep_hidden",
+        "dp_hidden",
+        "matmul",
+        "grouped",
+        "attention",
+        "memory",
+        "links",
+    ):
+        if not 0 <= getattr(plan, name) <= 1:
+            problems.append(f"plan.{name}={getattr(plan, name)}: a share, from 0 to 1; use plan.{name}=0.5")
+    if any(not size.isdigit() for size in plan.stage_layers):
+        problems.append(
+            f"plan.stage_layers={plan.stage_layers}: whole numbers, for example plan.stage_layers=['4','3']"
+        )
+    return problems or _misfits(model, parallel, train, cluster, plan)
+
+
+def _misfits(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, cluster: ClusterConfig, plan: PlanSection
+) -> list[str]:
+    """What does not fit together, once every value by itself is possible."""
+    problems = []
+    others = parallel.pp * parallel.cp * parallel.tp
+    dp = parallel.dp or max(1, cluster.gpus // others)
+    if others * dp != cluster.gpus:
+        problems.append(
+            f"cluster.gpus={cluster.gpus}: pp {parallel.pp} x dp {dp} x cp {parallel.cp} x tp {parallel.tp} are "
+            f"{others * dp} ranks; use cluster.gpus={others * dp}, or leave parallel.dp out"
+        )
+    stage = dp * parallel.cp * parallel.tp
+    if stage % (parallel.ep * plan.etp):
+        problems.append(
+            f"parallel.ep={parallel.ep}: with plan.etp={plan.etp} must divide the {stage} ranks of a stage; "
+            f"use parallel.ep={_divisor(stage // plan.etp or 1, parallel.ep)}"
+        )
+    if model.num_experts % parallel.ep:
+        nearest = _divisor(model.num_experts, parallel.ep)
+        problems.append(
+            f"parallel.ep={parallel.ep}: must divide model.num_experts={model.num_experts}; use parallel.ep={nearest}"
+        )
+    if model.num_heads % parallel.tp:
+        nearest = _divisor(model.num_heads, parallel.tp)
+        problems.append(
+            f"parallel.tp={parallel.tp}: must divide model.num_heads={model.num_heads}; use parallel.tp={nearest}"
+        )
+    unit = dp * train.micro_batch
+    if train.global_batch % unit:
+        above = (train.global_batch // unit + 1) * unit
+        problems.append(
+            f"train.global_batch={train.global_batch}: must be a multiple of dp * train.micro_batch = {unit}; "
+            f"use train.global_batch={above}"
+        )
+    return problems
+
+
+def _divisor(number: int, near: int) -> int:
+    """The divisor of `number` nearest to `near`."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - near), d))

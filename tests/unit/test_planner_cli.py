@@ -1,0 +1,83 @@
+"""`moe-engine plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_engine.__main__ import main
+
+SMALL = ["cluster.gpus=16", "train.global_batch=64", "train.micro_batch=1", "train.seq_len=1024"]
+
+
+def run(*words: str) -> int:
+    return main(["plan", *words])
+
+
+def test_plan_prints_memory_time_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("model=mini_v3", "parallel.pp=2", "parallel.ep=4", *SMALL) == 0
+    text = capsys.readouterr().out
+    for words in ("Memory, GB", "margin", "Kept for backward", "Time of a step", "bubble", "tokens/s/GPU", "MFU"):
+        assert words in text
+
+
+def test_plan_writes_json_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("model=mini_v3", "parallel.pp=2", f"out={tmp_path / 'plan'}", "tokens=1e9", *SMALL) == 0
+    data = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert data["layout"]["world"] == 16
+    assert len(data["memory"]) == 2
+    for rank in data["memory"]:
+        assert sum(rank["bytes"].values()) == pytest.approx(rank["total"])
+        assert sum(rank["activations"].values()) == pytest.approx(rank["bytes"]["activations"])
+    assert sum(data["time"]["parts_s"].values()) == pytest.approx(data["time"]["step_s"])
+    per_step = 64 * 1024
+    assert data["tokens_per_s_per_gpu"] == pytest.approx(per_step / data["time"]["step_s"] / 16)
+    assert data["days"] * 86400 == pytest.approx(1e9 / per_step * data["time"]["step_s"])
+    assert "| rank |" in (tmp_path / "plan" / "plan.md").read_text()
+    assert (tmp_path / "plan" / "plan.svg").read_text().startswith("<svg")
+
+
+def test_topic_memory_70b(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("topic=memory_70b", "cluster.gpus=64") == 0
+    text = capsys.readouterr().out
+    plain, sharded = (next(line for line in text.splitlines() if line.startswith(name)) for name in ("plain", "ZeRO-3"))
+    assert [word for word in plain.split() if word[0].isdigit()] == ["140.00", "140.00", "280.00", "560.00", "1,120.00"]
+    assert sharded.split()[-1] == "17.50"
+
+
+@pytest.mark.parametrize("cluster", ["a100", "h100", "h800", "h200", "b200", "gb200", "mi300x"])
+def test_every_card_plans(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("model=mini_v3", f"cluster={cluster}", *SMALL) == 0
+    assert "tokens/s/GPU" in capsys.readouterr().out
+
+
+def test_a_dense_model_over_four_axes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallel.pp=2", "parallel.tp=2", "parallel.cp=2", "parallel.zero=3", "model.num_layers=8"]
+    assert run("model.num_dense_layers=8", "model.mtp_depth=0", *words, *SMALL) == 0
+    assert "pp 2 x dp 2 x cp 2 x tp 2" in capsys.readouterr().out
+
+
+def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallel.zero=5", "plan.recompute=[attention]", "plan.compute=int8"]
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    for words_ in ("parallel.zero=5:", "plan.recompute=[attention]:", "plan.compute=int8:"):
+        assert words_ in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.gpus=10", "parallel.pp=4"], "cluster.gpus=10: pp 4 x dp 2 x cp 1 x tp 1 are 8 ranks"),
+        (["parallel.ep=3", "cluster.gpus=8"], "parallel.ep=3: with plan.etp=1 must divide the 8 ranks of a stage"),
+        (["train.global_batch=9", "train.micro_batch=1", "cluster.gpus=8"], "use train.global_batch=16"),
+        (["topic=memory"], "topic=memory: no such topic; use topic=memory_70b"),
+        (["out=plan.txt"], "out=plan.txt: written are .json, .md, .svg; use out=plan.json"),
+    ],
+)
+def test_a_mistake_names_a_value_that_works(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
