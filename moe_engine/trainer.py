@@ -99,11 +99,14 @@ class Trainer:
         return build_groups(Layout.of(self.config.parallel), placement, rank, log)
 
     def _stages(self) -> dict[int, Stage]:
-        dtype = getattr(torch, self.config.precision.compute)
+        config = self.config
+        dtype = getattr(torch, config.precision.compute)
         placement = self.groups.placement
         stages: dict[int, Stage] = {}
         for index in placement.stages_of_rank[self.groups.layout.coordinate(self.groups.rank).pp]:
-            stage = Stage(placement.stages[index], self.config.model, self.config.moe, self.groups, dtype, self.device)
+            stage = Stage(
+                placement.stages[index], config.model, config.moe, self.groups, dtype, self.device, config.recompute
+            )
             for other in stages.values():
                 stage.share(other)
             stages[index] = stage

@@ -25,6 +25,7 @@ from moe_engine.config.schema import (
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    RecomputeConfig,
     TrainConfig,
 )
 from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord
@@ -59,6 +60,7 @@ class Case:
     padding: bool = False  # rows end in padding tokens
     virtual_stages: int = 1
     overlap: bool = True
+    recompute: str = "none"  # a mode, or parts with commas between
     layers: int = 4
     rows: int = GLOBAL_BATCH  # sequences a step, over all ranks
     model: str = "v3"  # a key of MODELS
@@ -71,6 +73,7 @@ class Case:
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"ep{self.ep}", self.schedule, f"mb{self.micro_batch}", self.combine]
         words += [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
+        words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
         words += [] if self.overlap else ["plain"]
         words += [f"layers{self.layers}"] if self.layers != 4 else []
@@ -103,6 +106,12 @@ class Record:
     margin: float = float("inf")
 
 
+def recompute_of(case: Case) -> RecomputeConfig:
+    if case.recompute in ("none", "selective", "full"):
+        return RecomputeConfig(mode=case.recompute)
+    return RecomputeConfig("selective", case.recompute.split(","))
+
+
 def config_of(case: Case) -> Config:
     """A model with every part in small: 1 dense and 3 (or more) MoE layers, node-limited routing, MTP."""
     model = ModelConfig(
@@ -118,6 +127,7 @@ def config_of(case: Case) -> Config:
         parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
         pipeline=PipelineConfig(overlap=case.overlap, schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],
+        recompute=recompute_of(case),
         # A large eps: with AdamW's usual one the first updates are the signs of the gradients, also of elements that
         # are nothing but rounding, and in fp32 that noise (3e-7 of a gradient) grows a hundredfold in three steps.
         optim=OptimConfig(lr=3e-3, warmup_steps=2, clip=0.5, eps=1e-3),
@@ -300,4 +310,14 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def one_process(case: Case) -> Case:
     """The same job on one rank: the truth that `case` is held against."""
-    return replace(case, pp=1, dp=1, ep=1, schedule="1f1b", virtual_stages=1, micro_batch=case.rows, combine="dedup")
+    return replace(
+        case,
+        pp=1,
+        dp=1,
+        ep=1,
+        schedule="1f1b",
+        virtual_stages=1,
+        micro_batch=case.rows,
+        combine="dedup",
+        recompute="none",
+    )

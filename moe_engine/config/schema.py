@@ -131,6 +131,15 @@ class PipelineConfig:
 
 
 @dataclass
+class RecomputeConfig:
+    """Section `recompute`: what backward makes again instead of keeping it from forward."""
+
+    mode: str = "none"  # none | selective: the `names` | full: all but a block's input, its routing and arrived rows
+    # norm: outputs of norms; mla_up: queries, keys and values; swiglu: its output; attention: softmax(QK^T)V
+    names: list[str] = field(default_factory=lambda: ["norm", "mla_up", "swiglu"])
+
+
+@dataclass
 class PrecisionConfig:
     """Section `precision`: formats of parameters and compute, of summed gradients, of master weights and moments."""
 
@@ -203,6 +212,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

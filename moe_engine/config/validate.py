@@ -24,6 +24,8 @@ _CHOICES = {
     "score_function": ("sigmoid", "softmax"),
     "group_score": ("sum_top2", "max"),
     "combine": ("dedup", "exact"),
+    "recompute.mode": ("none", "selective", "full"),
+    "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
     "precision.compute": tuple(_WIDTHS),
     "precision.gradient": ("float32", "float64"),
@@ -45,6 +47,7 @@ def validate(config: Config, world: int | None = None) -> None:
     check_trainable(rules)
     _check_routing(rules, "model.", "moe.")
     _check_precision(rules)
+    _check_recompute(rules)
     _check_optim_and_data(rules)
     _check_train(rules)
     _check_layout(rules, world)
@@ -138,6 +141,20 @@ def _check_precision(rules: _Rules) -> None:
                 f"precision.{name}",
                 f"must be at least as wide as precision.compute={compute}; use precision.{name}={compute}",
             )
+
+
+def _check_recompute(rules: _Rules) -> None:
+    rules.one_of("recompute.mode", _CHOICES["recompute.mode"])
+    names, known = rules["recompute.names"], _CHOICES["recompute.names"]
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        rules.refuse("recompute.names", f"{', '.join(wrong)}: no such part; use some of {', '.join(known)}")
+    elif len(set(names)) < len(names):
+        rules.refuse(
+            "recompute.names", f"a part is named twice; use recompute.names=[{','.join(dict.fromkeys(names))}]"
+        )
+    elif rules["recompute.mode"] == "selective" and not names:
+        rules.refuse("recompute.names", "recompute=selective needs a part to recompute; use recompute.names=[norm]")
 
 
 def _check_optim_and_data(rules: _Rules) -> None:

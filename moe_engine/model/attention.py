@@ -19,6 +19,7 @@ from moe_engine.model.core_attention import core_attention
 from moe_engine.model.layers import RMSNorm
 from moe_engine.model.rope import angles, rotate, score_growth
 from moe_engine.ops.linear import Linear
+from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
@@ -81,34 +82,59 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), dtype, device)
         self.out = Linear(heads * model.v_head_dim, model.dim, dtype, device)
 
-    def forward(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context: SequenceContext,
+        queue: WgradQueue | None = None,
+        segments: Segments | None = None,
+    ) -> Tensor:
         """x [T, D] -> [T, D]."""
-        q = self._queries(x, context, queue)
-        k, v = self._keys_values(x, context, queue)
+        q = self._queries(x, context, queue, segments)
+        k, v = self._keys_values(x, context, queue, segments)
         scale = q.shape[-1] ** -0.5 * score_growth(self.model)
-        y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-        return self.out(y.transpose(1, 2).reshape(x.shape[0], self.model.num_heads * self.model.v_head_dim), queue)
 
-    def _queries(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
+            return y.transpose(1, 2).reshape(x.shape[0], -1)  # [T, H * v]
+
+        return self.out(segment(segments, "attention", attend, q, k, v), queue)
+
+    def _queries(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
+    ) -> Tensor:
         """[B, S, H, nope + rope]."""
         nope, rope = self.model.qk_nope_head_dim, self.model.qk_rope_head_dim
-        if self.model.q_lora_rank:
-            q = self.q_up(self.q_norm(self.q_down(x, queue)), queue)
-        else:
-            q = self.q_proj(x, queue)
-        q_nope, q_rope = q.view(*context.shape, self.model.num_heads, nope + rope).split((nope, rope), dim=-1)
-        return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin, self.model.rope_style)), dim=-1)
 
-    def _keys_values(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None) -> tuple[Tensor, Tensor]:
+        def turned(q: Tensor) -> Tensor:
+            q_nope, q_rope = q.view(*context.shape, self.model.num_heads, nope + rope).split((nope, rope), dim=-1)
+            return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin, self.model.rope_style)), dim=-1)
+
+        if not self.model.q_lora_rank:
+            return turned(self.q_proj(x, queue))
+        latent = segment(segments, "norm", self.q_norm, self.q_down(x, queue))
+        q: Tensor = segment(segments, "mla_up", lambda latent: turned(self.q_up(latent, queue)), latent)
+        return q
+
+    def _keys_values(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
+    ) -> tuple[Tensor, Tensor]:
         """[B, S, H, nope + rope] and [B, S, H, v]."""
         model = self.model
         latent, k_rope = self.kv_down(x, queue).split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
         nope, value = model.qk_nope_head_dim, model.v_head_dim
-        kv = self.kv_up(self.kv_norm(latent), queue).view(*context.shape, model.num_heads, nope + value)
-        k_nope, v = kv.split((nope, value), dim=-1)
-        k_rope = k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim)
-        k_rope = rotate(k_rope, context.cos, context.sin, model.rope_style)
-        return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
+
+        def up(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+            kv = self.kv_up(latent, queue).view(*context.shape, model.num_heads, nope + value)
+            k_nope, v = kv.split((nope, value), dim=-1)
+            k_rope = k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim)
+            k_rope = rotate(k_rope, context.cos, context.sin, model.rope_style)
+            return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
+
+        keys_values: tuple[Tensor, Tensor] = segment(
+            segments, "mla_up", up, segment(segments, "norm", self.kv_norm, latent), k_rope
+        )
+        return keys_values
 
 
 class GroupedAttention(nn.Module):
@@ -125,14 +151,24 @@ class GroupedAttention(nn.Module):
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
 
-    def forward(self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context: SequenceContext,
+        queue: WgradQueue | None = None,
+        segments: Segments | None = None,
+    ) -> Tensor:
         """x [T, D] -> [T, D]."""
         q = self._turned(self.q_proj(x, queue), self.q_norm, context)
         k = self._turned(self.k_proj(x, queue), self.k_norm, context)
         v = self.v_proj(x, queue).view(*context.shape, -1, self.model.head_dim)
         scale = self.model.head_dim**-0.5
-        y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-        return self.out(y.transpose(1, 2).reshape(x.shape[0], self.model.num_heads * self.model.head_dim), queue)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
+            return y.transpose(1, 2).reshape(x.shape[0], -1)  # [T, H * head_dim]
+
+        return self.out(segment(segments, "attention", attend, q, k, v), queue)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: SequenceContext) -> Tensor:
         """Projected queries or keys, normalised and rotated: [B, S, heads, head_dim]."""

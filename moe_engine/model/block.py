@@ -9,6 +9,9 @@ The phases are plain functions that never detach. `Block.walk` strings them toge
 each exchange and goes on with what has arrived: `follow` goes through without a stop, the ordinary forward under
 ordinary autograd; an executor may stop there, detach, and do something else while the exchange is under way. A dense
 block has the same four phases, two of them empty.
+
+What the two computing phases keep for backward is chosen by names (`ops.recompute`); routing, its counts and all
+communication are outside of what is recomputed, and so happen once.
 """
 
 from __future__ import annotations
@@ -27,16 +30,21 @@ from moe_engine.model.layers import RMSNorm
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.layer import Arrived, MoELayer, Packed
 from moe_engine.moe.mlp import DenseMLP
+from moe_engine.ops.recompute import BLOCK, Segments, hooks, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
 @dataclass(frozen=True)
 class AttnOut:
-    """End of the first phase: the residual stream [T, D], its norm [T, D], and the packed rows of an MoE block."""
+    """End of the first phase: the residual stream [T, D], its norm [T, D], and the packed rows of an MoE block.
+
+    segments: what of it is recomputed in backward, for the third phase to go on with; None: nothing.
+    """
 
     residual: Tensor
     normed: Tensor
     packed: Packed | None
+    segments: Segments | None = None
 
     @property
     def aux_loss(self) -> Tensor | None:
@@ -105,8 +113,10 @@ class Block(nn.Module):
         ep_counts: Communicator,
         dtype: torch.dtype,
         device: torch.device | None,
+        recompute: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
         attention = GroupedAttention if model.attention == "gqa" else LatentAttention
         self.attention = attention(model, dtype, device)
@@ -122,19 +132,39 @@ class Block(nn.Module):
     def attn_phase(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""
     ) -> AttnOut:
-        x = x + self.attention(self.attention_norm(x), context, queue)
-        normed = self.mlp_norm(x)
-        packed = None
-        if self.moe is not None:
-            packed = self.moe.pack(normed, context.shape, context.token_mask, label)
-        return AttnOut(x, normed, packed)
+        segments = Segments(self.recompute) if self.recompute else None
+        parts = _parts(segments)
+
+        def attend(x: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + self.attention(segment(parts, "norm", self.attention_norm, x), context, queue, parts)
+            return x, segment(parts, "norm", self.mlp_norm, x)
+
+        with hooks(segments):
+            x, normed = segment(segments, BLOCK, attend, x)
+            packed = None
+            if self.moe is not None:
+                packed = self.moe.pack(normed, context.shape, context.token_mask, label)
+        return AttnOut(x, normed, packed, segments)
 
     def mlp_phase(self, out: AttnOut, arrived: Arrived | None, queue: WgradQueue | None = None) -> MlpOut:
-        if self.moe is None or arrived is None:
-            assert self.mlp is not None
-            return MlpOut(None, self.mlp(out.normed, queue))
-        rows, shared = self.moe.compute(out.normed, arrived, queue)
-        return MlpOut(rows, shared)
+        moe, mlp, parts = self.moe, self.mlp, _parts(out.segments)
+
+        def dense(x: Tensor) -> Tensor:
+            assert mlp is not None
+            return mlp(x, queue, parts)
+
+        def experts(x: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+            assert moe is not None and arrived is not None
+            return moe.compute(x, Arrived(rows, arrived.local_ids, weights), queue, parts)
+
+        with hooks(out.segments):
+            if arrived is None:
+                found = MlpOut(None, segment(out.segments, BLOCK, dense, out.normed))
+            else:
+                found = MlpOut(*segment(out.segments, BLOCK, experts, out.normed, arrived.x, arrived.weights))
+        if out.segments is not None:
+            out.segments.close()
+        return found
 
     def sum_phase(self, out: AttnOut, back: MlpOut) -> Tensor:
         """What the exchange of `combine` brought, summed and added to the residual: [T, D]."""
@@ -158,3 +188,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The walk without a stop."""
         return follow(self.walk(x, context, queue, label))
+
+
+def _parts(segments: Segments | None) -> Segments | None:
+    """The segments inside a phase: none where the whole phase is one."""
+    return None if segments is None or BLOCK in segments.names else segments

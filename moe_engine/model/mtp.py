@@ -14,6 +14,7 @@ from moe_engine.model.attention import SequenceContext
 from moe_engine.model.block import Block, Walk
 from moe_engine.model.layers import RMSNorm
 from moe_engine.ops.linear import Linear
+from moe_engine.ops.recompute import closed_segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
@@ -40,6 +41,11 @@ class MTPModule(nn.Module):
 
         The head reads `self.norm` of the result; the next depth reads the result itself.
         """
-        x = torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedded)), dim=-1)
-        result = yield from self.block.walk(self.proj(x, queue), context, queue, label)
+
+        def joined(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedded)), dim=-1)
+
+        with closed_segments(self.block.recompute) as segments:
+            x = self.proj(segment(segments, "norm", joined, hidden, embedded), queue)
+        result = yield from self.block.walk(x, context, queue, label)
         return result

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_engine.config.schema import ModelConfig, MoESection
+from moe_engine.config.schema import ModelConfig, MoESection, RecomputeConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import StageSpec
@@ -28,6 +28,7 @@ from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.embedding import embedding
 from moe_engine.ops.linear import linear
 from moe_engine.ops.loss import cross_entropy
+from moe_engine.ops.recompute import closed_segments, recomputed_names, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 FIXED_POINT = 2**32  # reported losses are summed as int64, in units of 2^-32 nat, so that no order of sums matters
@@ -94,14 +95,16 @@ class Stage(nn.Module):
         groups: Groups | None,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        recompute: RecomputeConfig | None = None,
     ) -> None:
         super().__init__()
         self.spec, self.model, self.dtype = spec, model, dtype
+        self.recompute = recomputed_names(recompute or RecomputeConfig())
         ep = groups.ep if groups else Communicator.alone()
         ep_counts = groups.ep_counts if groups else Communicator.alone()
 
         def block(dense: bool) -> Block:
-            return Block(model, moe, dense, ep, ep_counts, dtype, device)
+            return Block(model, moe, dense, ep, ep_counts, dtype, device, self.recompute)
 
         self.embedding = Table(model.vocab_size, model.dim, dtype, device) if spec.embedding else None
         self.layers = nn.ModuleDict({str(i): block(i < model.num_dense_layers) for i in spec.layers})
@@ -195,7 +198,9 @@ class Stage(nn.Module):
 
     def _token_losses(self, norm: RMSNorm, x: Tensor, labels: Tensor, seams: Seams) -> Tensor:
         """The head's loss at each token [T], from a hidden state x [T, D] and labels [B, S]."""
-        return cross_entropy(norm(x), seams.table(self._head_weight()), labels.reshape(-1))
+        with closed_segments(self.recompute) as segments:
+            normed = segment(segments, "norm", norm, x)
+            return cross_entropy(normed, seams.table(self._head_weight()), labels.reshape(-1))
 
     def _embed(self, tokens: Tensor, seams: Seams) -> Tensor:
         assert self.embedding is not None

@@ -9,6 +9,7 @@ from moe_engine.moe.dispatch import Rows
 from moe_engine.ops.activation import swiglu
 from moe_engine.ops.grouped_linear import grouped_linear
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
+from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
@@ -33,7 +34,7 @@ class Experts(nn.Module):
         """Global names of the slices of parameter `name`, for a module that sits at `prefix`."""
         return [f"{prefix}.{self.first + i}.{name}" for i in range(self.num_local)]
 
-    def forward(self, rows: Rows, queue: WgradQueue | None = None) -> Tensor:
+    def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """Each row through the experts in its slots, weighted and summed in expert order: [R, D].
 
         The weight multiplies inside SwiGLU, before the down projection.
@@ -41,5 +42,6 @@ class Experts(nn.Module):
         order = order_by_expert(rows.local_ids, self.num_local)
         weights = take(rows.weights, order.slots, order.rows.places)
         x = permute(rows.x, order.rows)  # [N, D]
-        hidden = swiglu(grouped_linear(x, self.gate_up, order.counts, queue), weights)  # [N, F]
+        gate_up = grouped_linear(x, self.gate_up, order.counts, queue)  # [N, 2F]
+        hidden = segment(segments, "swiglu", swiglu, gate_up, weights)  # [N, F]
         return unpermute(grouped_linear(hidden, self.down, order.counts, queue), order.rows)

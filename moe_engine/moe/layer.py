@@ -29,6 +29,7 @@ from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router
 from moe_engine.ops.random import normal
+from moe_engine.ops.recompute import Segments
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 Arrived = wire.Rows
@@ -144,10 +145,12 @@ class MoELayer(nn.Module):
         """Start and wait."""
         return self.dispatch_wait(self.dispatch_start(packed))
 
-    def compute(self, x: Tensor, arrived: Arrived, queue: WgradQueue | None = None) -> tuple[Tensor, Tensor | None]:
+    def compute(
+        self, x: Tensor, arrived: Arrived, queue: WgradQueue | None = None, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The routed experts' rows to send back [R, D], and the shared expert's output for `x` [T, D] or None."""
-        shared = None if self.shared is None else self.shared(x, queue)
-        rows: Tensor = self.experts(arrived, queue)
+        shared = None if self.shared is None else self.shared(x, queue, segments)
+        rows: Tensor = self.experts(arrived, queue, segments)
         return rows, shared
 
     def combine_start(self, rows: Tensor, packed: Packed) -> wire.PendingCombine:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moe_engine.ops.activation import swiglu
 from moe_engine.ops.linear import Linear
+from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
@@ -20,7 +21,7 @@ class DenseMLP(nn.Module):
         self.gate_up = Linear(dim, 2 * hidden, dtype, device)
         self.down = Linear(hidden, dim, dtype, device)
 
-    def forward(self, x: Tensor, queue: WgradQueue | None = None) -> Tensor:
+    def forward(self, x: Tensor, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """x [..., D] -> [..., D]."""
-        out: Tensor = self.down(swiglu(self.gate_up(x, queue)), queue)
+        out: Tensor = self.down(segment(segments, "swiglu", swiglu, self.gate_up(x, queue)), queue)
         return out

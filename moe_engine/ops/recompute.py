@@ -16,8 +16,8 @@ output of a norm would cost the matrix product after it as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +25,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-SELECTABLE = ("norm", "mla_up", "swiglu", "attention")
-BLOCK = "block"  # the whole of a block's computing phases; holds none of the others inside
+from moe_engine.config.schema import RecomputeConfig
+
+BLOCK = "block"  # each of a block's computing phases as a whole
+
+
+def recomputed_names(config: RecomputeConfig) -> frozenset[str]:
+    """The kinds of segments that a configuration recomputes."""
+    names = {"none": (), "full": (BLOCK, "norm"), "selective": config.names}
+    return frozenset(names[config.mode])
 
 
 class _Handle:
@@ -78,12 +85,16 @@ class _Segment:
         assert self.function is not None, "a segment is run again once"
         inputs = [_tensor(kept).detach().requires_grad_(wanted) for kept, wanted in self.inputs]
         found: list[Tensor] = []
-        with torch.enable_grad(), saved_tensors_hooks(found.append, _not_for_backward):
+
+        def take(x: Tensor) -> None:
+            found.append(x.detach())  # the graph holds this hook: with its tensors here, it would hold itself
+
+        with torch.enable_grad(), saved_tensors_hooks(take, _not_for_backward):
             outputs = _as_tuple(self.function(*inputs))
         for number, reference in self.saved.items():
             _fill(reference, found[number])
         for reference_or_none, output in zip(self.outputs, outputs, strict=True):
-            if reference_or_none is not None:
+            if reference_or_none is not None and output is not None:
                 _fill(reference_or_none, output)
         self.function, self.inputs = None, []
 
@@ -102,8 +113,12 @@ class Segments:
         """Around forward operations: tensors made by segments are saved as handles."""
         return saved_tensors_hooks(self._keep, _tensor)
 
+    def close(self) -> None:
+        """Nothing more will save what these segments made: from here on autograd alone keeps the handles."""
+        self._made.clear()
+
     def run(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        """`function(*inputs)`: a tensor or a tuple of tensors, of which backward will keep the inputs alone.
+        """`function(*inputs)`: a tensor or a tuple of tensors (or None), of which backward keeps the inputs alone.
 
         The function must give the same result when called again, must do nothing else, and must take every tensor that
         needs a gradient, parameters apart, as an input.
@@ -127,7 +142,7 @@ class Segments:
         with saved_tensors_hooks(keep, _tensor):
             result = function(*inputs)
         for x in _as_tuple(result):
-            segment.outputs.append(None if _storage(x) in raw else self._register(segment, x))
+            segment.outputs.append(None if x is None or _storage(x) in raw else self._register(segment, x))
         return result
 
     def _register(self, segment: _Segment, x: Tensor) -> weakref.ref[_Handle] | None:
@@ -153,6 +168,16 @@ def segment(segments: Segments | None, name: str, function: Callable[..., Any], 
     return segments.run(function, *inputs)
 
 
+@contextmanager
+def closed_segments(names: frozenset[str]) -> Iterator[Segments | None]:
+    """Hooks and segments for operations that stand together in one place; None where nothing is recomputed."""
+    segments = Segments(names) if names else None
+    with hooks(segments):
+        yield segments
+    if segments is not None:
+        segments.close()
+
+
 def hooks(segments: Segments | None) -> AbstractContextManager[Any]:
     """`segments.hooks()`, or nothing."""
     return nullcontext() if segments is None else segments.hooks()
@@ -168,7 +193,7 @@ def _tensor(kept: Kept) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.tensor()
 
 
-def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+def _as_tuple(result: Any) -> tuple[Tensor | None, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
