@@ -148,7 +148,7 @@ def _check_recompute(rules: _Rules) -> None:
     names, known = rules["recompute.names"], _CHOICES["recompute.names"]
     wrong = [name for name in names if name not in known]
     if wrong:
-        rules.refuse("recompute.names", f"{', '.join(wrong)}: no such part; use some of {', '.join(known)}")
+        rules.refuse("recompute.names", f"{', '.join(wrong)}: no such part; there are {', '.join(known)}")
     elif len(set(names)) < len(names):
         rules.refuse(
             "recompute.names", f"a part is named twice; use recompute.names=[{','.join(dict.fromkeys(names))}]"

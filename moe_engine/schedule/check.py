@@ -56,7 +56,7 @@ class Report:
 
     peak_activations: list[int]
     peak_weight_gradients: list[int]
-    peak_held: list[int]
+    peak_held: list[float]
 
 
 def check(lists: Lists, num_stages: int, micro_batches: int) -> Report:
@@ -224,11 +224,16 @@ def _check_channels(lists: Lists, made_at: dict[Item, Slot], num_stages: int) ->
                 )
 
 
-def count_memory(lists: Lists) -> Report:
-    """The report alone, nothing proven: walk each list with two counters, of activations and of queued gradients."""
+def count_memory(lists: Lists, activation: float = 1, weight_gradient: float = 1) -> Report:
+    """The report alone, nothing proven: walk each list with two counters, of activations and of queued gradients.
+
+    activation, weight_gradient: the sizes of one of each, for `peak_held` in bytes, say. What a W needs is held from
+    its I on, recompute or not; recompute makes the activation smaller.
+    """
     report = Report([], [], [])
     for actions in lists:
-        live = queued = peak_live = peak_queued = peak_held = 0
+        live = queued = peak_live = peak_queued = 0
+        peak_held: float = 0
         for action in actions:
             for half in action.halves():
                 if half.kind is Kind.F:
@@ -239,7 +244,7 @@ def count_memory(lists: Lists) -> Report:
                     live -= 1
                     queued += half.kind is Kind.I
                 peak_live, peak_queued = max(peak_live, live), max(peak_queued, queued)
-                peak_held = max(peak_held, live + queued)
+                peak_held = max(peak_held, live * activation + queued * weight_gradient)
         report.peak_activations.append(peak_live)
         report.peak_weight_gradients.append(peak_queued)
         report.peak_held.append(peak_held)

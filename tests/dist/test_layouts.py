@@ -62,6 +62,8 @@ FEW = [
     Case(pp=4, dp=1, schedule="dualpipe"),
     Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact"),
+    Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True),
+    Case(pp=2, dp=1, schedule="dualpipe", recompute="selective"),
 ]
 
 
@@ -78,7 +80,8 @@ def all_layouts() -> list[Case]:
         for ep in (1, 2, 4):
             if pp * dp <= 8 and dp % ep == 0:
                 for number, (tied, combine) in enumerate(product((False, True), ("dedup", "exact"))):
-                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1", "zbv", "interleaved_1f1b")[(number + pp + dp + ep) % 6]
+                    turn = number + pp + dp + ep
+                    schedule = ("1f1b", "gpipe", "split_1f1b", "zb_h1", "zbv", "interleaved_1f1b")[turn % 6]
                     micro_batch = 2 if number % 2 and dp < 4 else 1
                     micro_batches = GLOBAL_BATCH // (dp * micro_batch)
                     if schedule == "zbv" and micro_batches < 2 * pp - 1:
@@ -87,7 +90,9 @@ def all_layouts() -> list[Case]:
                         schedule = "1f1b"
                     case = Case(pp, dp, ep, schedule, micro_batch, combine, tied)
                     stages = 2 if schedule == "interleaved_1f1b" else 1
-                    found.append(replace(case, padding=number == 1, skew=number == 2, virtual_stages=stages))
+                    again = ("none", "full", "none", "selective", "attention")[turn % 5]
+                    extra = {"padding": number == 1, "skew": number == 2, "recompute": again}
+                    found.append(replace(case, virtual_stages=stages, **extra))
     return found
 
 
@@ -163,6 +168,19 @@ def test_gradient_bits_do_not_depend_on_the_schedule() -> None:
     for schedule in ("gpipe", "split_1f1b", "zb_h1", "overlapped_1f1b"):
         worst = differences(plain, run(replace(case, schedule=schedule)))
         assert not any(worst.values()), (schedule, worst)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("1f1b", "full"), ("zb_h1", "norm,mla_up,swiglu,attention"), ("zbv", "full"), ("dualpipe", "full")],
+)
+def test_recompute_changes_no_bit(schedule: str, recompute: str) -> None:
+    """Losses, gradients, counts, biases and optimizer states; and the same collectives in the same order."""
+    case = Case(pp=2, dp=2, ep=2, precision="bf16", steps=2, schedule=schedule)
+    plain, again = run(case), run(replace(case, recompute=recompute))
+    worst = differences(plain, again)
+    assert not any(worst.values()), worst
+    assert plain.logs == again.logs
 
 
 def _halves(rank: int, schedule: str) -> list[list[tuple[str, int, torch.Tensor]]]:

@@ -78,6 +78,22 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model__group_score": "mean"}, "model.group_score=mean: no such choice; there are sum_top2, max"),
     ({"moe__combine": "exakt"}, "moe.combine=exakt: no such choice; did you mean exact? There are dedup, exact"),
+    (
+        {"recompute__mode": "selektive"},
+        "recompute.mode=selektive: no such choice; did you mean selective? There are none, selective, full",
+    ),
+    (
+        {"recompute__names": ["norm", "softmax"]},
+        "recompute.names=[norm, softmax]: softmax: no such part; there are norm, mla_up, swiglu, attention",
+    ),
+    (
+        {"recompute__names": ["norm", "norm"]},
+        "recompute.names=[norm, norm]: a part is named twice; use recompute.names=[norm]",
+    ),
+    (
+        {"recompute__mode": "selective", "recompute__names": []},
+        "recompute.names=[]: recompute=selective needs a part to recompute; use recompute.names=[norm]",
+    ),
     ({"moe__bias_step": -1e-3}, "moe.bias_step=-0.001: must be 0 or more"),
     ({"precision__name": "fp8"}, "precision.name=fp8: no such choice"),
     ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
@@ -162,7 +178,7 @@ def test_the_value_that_a_message_offers_works(options: dict[str, Any], message:
     section, option, text = offer.groups()
     old = getattr(Config(), section)
     kind = type(getattr(old, option)) if getattr(old, option) is not None else int
-    setattr(getattr(config, section), option, kind(text))
+    setattr(getattr(config, section), option, text.strip("[]").split(",") if kind is list else kind(text))
     validate(config)
 
 
