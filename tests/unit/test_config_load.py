@@ -135,8 +135,8 @@ MISTAKES = {
     "~train.steps": "options cannot be removed; set another value, as name=value",
     # choices of groups
     "model=tinny": "no such model; did you mean tiny? There are mini_v3, tiny",
-    "experiment=big": "no such experiment; there are quickstart",
-    "experiment=": "no such experiment; there are quickstart",
+    "experiment=big": "no such experiment; there are peer_33m, quickstart",
+    "experiment=": "no such experiment; there are peer_33m, quickstart",
     "precision=fp8": "no such precision; there are bf16, fp32, fp64",
     "precision=FP32": "no such precision; there are bf16, fp32, fp64",
     "pipeline=1f2b": "no such pipeline; did you mean 1f1b? There are 1f1b, ",
