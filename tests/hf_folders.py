@@ -18,9 +18,8 @@ from moe_engine.config.huggingface import huggingface_config
 from moe_engine.config.huggingface_families import family_of
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
-from moe_engine.model.attention import sequence_context
-from moe_engine.model.batch import Batch
-from moe_engine.model.transformer import Stage
+from moe_engine.model.batch import Batch, count_items
+from moe_engine.model.transformer import LossRule, Stage
 
 
 def our_stage(weights: Weights, dtype: torch.dtype = torch.float32) -> Stage:
@@ -36,8 +35,8 @@ def our_logits(weights: Weights, tokens: Tensor) -> Tensor:
     """Logits [B, S, V] of `tokens` [B, S]."""
     stage = our_stage(weights)
     batch = batch_of(tokens)
-    x, _ = stage.trunk(batch, None, sequence_context(batch, weights.model, torch.float32))
-    return stage.logits(x).view(*tokens.shape, -1)
+    out = stage(batch, None, LossRule(count_items([batch]), 0.0))
+    return stage.logits(out.x).view(*tokens.shape, -1)
 
 
 def batch_of(tokens: Tensor) -> Batch:

@@ -146,7 +146,8 @@ class _Model:
     def _block(self, ours: str, theirs: str, dense: bool) -> Iterator[Mapped]:
         dim = self.model.dim
         yield _same(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", dim)
-        yield from self._latent_attention(f"{ours}.attention", f"{theirs}.self_attn")
+        attention = self._latent_attention if self.model.attention == "mla" else self._grouped_attention
+        yield from attention(f"{ours}.attention", f"{theirs}.self_attn")
         yield _same(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", dim)
         if dense:
             yield from self._mlp(f"{ours}.mlp", f"{theirs}.mlp", self.model.dense_hidden)
@@ -168,6 +169,15 @@ class _Model:
         keys_values = m.num_heads * (nope + m.v_head_dim)
         yield _same(f"{ours}.kv_up.weight", f"{theirs}.kv_b_proj.weight", keys_values, m.kv_lora_rank)
         yield _same(f"{ours}.out.weight", f"{theirs}.o_proj.weight", m.dim, m.num_heads * m.v_head_dim)
+
+    def _grouped_attention(self, ours: str, theirs: str) -> Iterator[Mapped]:
+        m = self.model
+        queries, keys = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+        for word, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield _same(f"{ours}.{word}_proj.weight", f"{theirs}.{word}_proj.weight", rows, m.dim)
+        for word in ("q", "k") if m.qk_norm else ():
+            yield _same(f"{ours}.{word}_norm.weight", f"{theirs}.{word}_norm.weight", m.head_dim)
+        yield _same(f"{ours}.out.weight", f"{theirs}.o_proj.weight", m.dim, queries)
 
     def _mlp(self, ours: str, theirs: str, hidden: int) -> Iterator[Mapped]:
         dim = self.model.dim

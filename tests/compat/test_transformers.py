@@ -1,0 +1,116 @@
+"""Whole models against transformers: logits of its folders here, and of ours there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_folders import equal, our_logits, relative, tensors_of
+
+pytest.importorskip("transformers")
+
+from hf_models import (  # noqa: E402
+    MIXTRAL,
+    QWEN3,
+    V2_LITE,
+    V3,
+    VOCABULARY,
+    YARN,
+    add_mtp,
+    logits_of,
+    opened,
+    random_model,
+)
+
+from moe_engine.checkpoint.huggingface.writer import write_huggingface  # noqa: E402
+from moe_engine.checkpoint.weights import open_weights, write_checkpoint  # noqa: E402
+
+BOUND = 1e-5  # of the relative error of fp32 logits
+SQUARE = dict(intermediate_size=32, moe_intermediate_size=32)  # a transposed matrix would have the right shape
+DEEP_YARN = YARN | dict(mscale=1.0, mscale_all_dim=1.0)
+
+V3_MODELS: dict[str, dict[str, Any]] = {
+    "q_lora": V3,
+    "no q_lora": V3 | dict(q_lora_rank=None),
+    "top 2 in 2 of 4 groups": V3 | dict(num_experts_per_tok=2, topk_group=2),
+    "top 4 in 2 of 4 groups": V3 | dict(num_experts_per_tok=4, topk_group=2, n_routed_experts=16),
+    "top 4 in 1 of 4 groups": V3 | dict(num_experts_per_tok=4, topk_group=1, n_routed_experts=16),
+    "no groups": V3 | dict(n_group=1, topk_group=1),
+    "weights not normalised": V3 | dict(norm_topk_prob=False),
+    "yarn": V3 | dict(rope_scaling=DEEP_YARN),
+    "yarn, no q_lora": V3 | dict(rope_scaling=DEEP_YARN, q_lora_rank=None),
+    "tied": V3 | dict(tie_word_embeddings=True),
+    "square": V3 | SQUARE | dict(q_lora_rank=32, kv_lora_rank=32, num_attention_heads=2, v_head_dim=16),
+    "two shared experts": V3 | dict(n_shared_experts=2),
+    "all layers with experts": V3 | dict(first_k_dense_replace=0),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    **{f"v3, {name}": config for name, config in V3_MODELS.items()},
+    "v2_lite": V2_LITE,
+    "v2_lite, square": V2_LITE | SQUARE | dict(n_shared_experts=1, kv_lora_rank=32, v_head_dim=16),
+    "v2_lite, yarn": V2_LITE | dict(rope_scaling=YARN | dict(mscale=0.707, mscale_all_dim=0.707)),
+    "v2, groups": V2_LITE | dict(q_lora_rank=24, n_group=4, topk_group=2, topk_method="group_limited_greedy"),
+    "v2_lite, scaled": V2_LITE | dict(routed_scaling_factor=16.0, tie_word_embeddings=True),
+    "mixtral": MIXTRAL,
+    "mixtral, square": MIXTRAL | dict(intermediate_size=32, num_key_value_heads=4),
+    "mixtral, tied": MIXTRAL | dict(tie_word_embeddings=True, num_key_value_heads=1),
+    "qwen3": QWEN3,
+    "qwen3, square": QWEN3 | dict(moe_intermediate_size=32, head_dim=8, num_key_value_heads=4),
+    "qwen3, first layer dense": QWEN3 | dict(mlp_only_layers=[0]),
+    "qwen3, weights not normalised": QWEN3 | dict(norm_topk_prob=False, tie_word_embeddings=True),
+    "qwen3, yarn": QWEN3 | dict(rope_scaling=YARN),
+}
+
+
+def tokens(length: int = 48) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_logits_are_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
+    """A folder saved by transformers gives its logits here, and comes back as a folder that gives them there."""
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "source")
+    weights = open_weights(tmp_path / "source")
+    right = logits_of(model, tokens())
+    assert relative(our_logits(weights, tokens()), right) < BOUND
+    write_checkpoint(weights, tmp_path / "checkpoint", None, 10**9)
+    write_huggingface(open_weights(tmp_path / "checkpoint"), tmp_path / "back", None, 50_000)
+    assert torch.equal(logits_of(opened(tmp_path / "back"), tokens()), right)
+
+
+@pytest.mark.parametrize("config", [V3, V2_LITE, MIXTRAL, QWEN3], ids=["v3", "v2_lite", "mixtral", "qwen3"])
+def test_fused_experts_are_read(config: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers has a layer in memory, which it saves when told not to go back to the published layout."""
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "source", save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in tensors_of(tmp_path / "source"))
+    weights = open_weights(tmp_path / "source")
+    assert relative(our_logits(weights, tokens()), logits_of(model, tokens())) < BOUND
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
+def test_mtp_tensors_come_back_bit_for_bit(tied: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    random_model(V3 | dict(tie_word_embeddings=tied)).save_pretrained(source)
+    add_mtp(source)
+    weights = open_weights(source)
+    assert weights.model.mtp_depth == 1 and not weights.notes
+    weights.check_copies()
+    write_checkpoint(weights, tmp_path / "checkpoint", None, 30_000)
+    write_huggingface(open_weights(tmp_path / "checkpoint"), tmp_path / "back", None, 30_000)
+    assert equal(tensors_of(tmp_path / "back"), tensors_of(source))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_bf16_folder_keeps_its_bits(tmp_path: Path) -> None:
+    model = random_model(V3).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    write_checkpoint(open_weights(tmp_path / "source"), tmp_path / "checkpoint", None, 10**9)
+    write_huggingface(open_weights(tmp_path / "checkpoint"), tmp_path / "back", None, 10**9)
+    back, there = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source")
+    assert back.keys() == there.keys() and all(torch.equal(back[key].float(), there[key].float()) for key in there)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
