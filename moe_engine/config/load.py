@@ -2,8 +2,9 @@
 
 `conf/` holds a root file for each command (`train.yaml`, `schedule.yaml`) and a folder for each group of ready
 choices (`model/`, `parallel/`, `experiment/` …). Values come from, later ones winning: the dataclasses' defaults,
-the root file, the chosen group files, a file named on the command line, the `name=value` words. Hydra composes the
-groups only; everything then passes `config.strict`, whatever way it came in.
+the root file, the chosen group files, a file named on the command line, the `name=value` words. `model` may also be a
+Hugging Face `config.json` or its folder, which then gives the whole section. Hydra composes the groups only;
+everything then passes `config.strict`, whatever way it came in.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from yaml import YAMLError
 
 from moe_engine.config import strict
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface import read_model_config
 from moe_engine.config.schema import Config
 
 T = TypeVar("T")
@@ -49,6 +51,8 @@ def load(command: str, overrides: Sequence[str], schema: type = Config) -> Any:
     problems = list(words.problems)
     try:
         config = _compose(command, words.groups)
+        for section, options in words.sections.items():
+            config[section] = options
         for path in words.files:
             config = _merge(config, _read_yaml(path))
         for name, value in words.values:
@@ -118,13 +122,14 @@ class _Words:
     """The command line, read."""
 
     groups: list[str]  # for Hydra
+    sections: dict[str, dict[str, Any]]  # given whole, by a file of another format
     files: list[Path]
     values: list[tuple[str, Any]]
     problems: list[str]
 
 
 def _read_words(command: str, overrides: Sequence[str], known: Mapping[str, strict.Option]) -> _Words:
-    words = _Words([], [], [], [])
+    words = _Words([], {}, [], [], [])
     command_groups = groups(command)
     for text in overrides:
         sign, name, equals, value = _WORD.fullmatch(text).group("sign", "name", "equals", "value")  # type: ignore[union-attr]
@@ -148,6 +153,12 @@ def _read_words(command: str, overrides: Sequence[str], known: Mapping[str, stri
 def _read_choice(group: str, value: str, default: str | None, words: _Words) -> None:
     if value == "null" and default is None:
         return  # nothing chosen, as by default
+    if group == "model" and (value.endswith(".json") or "/" in value):
+        try:
+            words.sections[group] = asdict(read_model_config(Path(value).expanduser()))
+        except ConfigError as error:
+            words.problems.extend(f"{group}={line}" for line in str(error).splitlines())
+        return
     wrong = list(_wrong_choices(group, value))
     words.problems.extend(wrong)
     if not wrong:

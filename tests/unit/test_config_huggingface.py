@@ -1,0 +1,186 @@
+"""config.json in and out: published files give the presets, nothing is ignored in silence, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface import huggingface_config, model_config, read_model_config
+from moe_engine.config.load import choices, load
+from moe_engine.config.schema import ModelConfig
+from moe_engine.config.strict import shown
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "facts" / "huggingface"
+NAMES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
+FAMILIES = ["deepseek_v3", "deepseek_v2_lite", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b"]  # one file of each
+
+
+def published(name: str, **changes: Any) -> dict[str, Any]:
+    return json.loads((PUBLISHED / f"{name}.json").read_text()) | changes
+
+
+def preset(name: str) -> ModelConfig:
+    return load("train", [f"model={name}"]).model
+
+
+def refusal(hf: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        model_config(hf)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_files_give_the_presets(name: str) -> None:
+    found, expected = model_config(published(name)), preset(name)
+    # How a training starts is the file's 0.02 there, and the report's in some presets.
+    assert found == replace(expected, name=found.name, init_std=0.02)
+
+
+@pytest.mark.parametrize("name", choices("model"))
+def test_every_preset_survives_the_way_out_and_back(name: str) -> None:
+    model = preset(name)
+    back = model_config(huggingface_config(model, context_length=512))
+    expected = replace(model, name=back.name, max_positions=model.max_positions or 512)
+    if model.top_groups == model.num_groups:
+        back = replace(back, group_score=model.group_score)
+    assert back == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_key_is_ignored_in_silence(name: str) -> None:
+    assert refusal(published(name, clip_qkv=8.0)) == [
+        "clip_qkv=8.0: the engine does not know this key, so it cannot tell whether it matters"
+    ]
+    assert model_config(published(name, clip_qkv=None)) == model_config(published(name))
+    hf = published(name)
+    del hf["hidden_size"]
+    assert "hidden_size: a value is needed (int)" in refusal(hf)
+
+
+@pytest.mark.parametrize(("name", "changes", "rule"), [
+    ("deepseek_v3", {"hidden_act": "gelu"}, 'the engine\'s MLPs are SwiGLU; use hidden_act=silu'),
+    ("deepseek_v3", {"attention_dropout": 0.1}, "the engine has no dropout; use attention_dropout=0.0"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "after the dense layers every layer has experts; use moe_layer_freq=1"),
+    ("deepseek_v3", {"num_key_value_heads": 8},
+     "latent attention has as many heads of keys as of queries; use num_key_value_heads=128"),
+    ("deepseek_v3", {"rope_interleave": False},
+     "the rotary numbers of latent attention are interleaved pairs; use rope_interleave=true"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "DeepSeek-V3 scores by sigmoid; use scoring_func=sigmoid"),
+    ("deepseek_v3", {"n_routed_experts": "many"}, "int is expected"),
+    ("deepseek_v3", {"n_routed_experts": True}, "int is expected"),
+    ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "the engine knows default and yarn"),
+    ("deepseek_v2_lite", {"norm_topk_prob": True},
+     "libraries differ in what DeepSeek-V2 does with normalised weights; use norm_topk_prob=false"),
+    ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "DeepSeek-V2 chooses by greedy or group_limited_greedy"),
+    ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "the router's input is taken as it is; use router_jitter_noise=0.0"),
+    ("mixtral_8x7b", {"partial_rotary_factor": 0.5},
+     "the engine does not know this key, so it cannot tell whether it matters"),
+    ("qwen3_30b_a3b", {"decoder_sparse_step": 2},
+     "after the dense layers every layer has experts; use decoder_sparse_step=1"),
+    ("qwen3_30b_a3b", {"mlp_only_layers": [3]}, "dense layers come first; use the first layers, as in [0, 1]"),
+    ("gpt_oss_20b", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+     "windows are on all layers or on every other one, the first included"),
+])  # fmt: skip
+def test_what_the_engine_cannot_follow_is_refused_by_name(name: str, changes: dict[str, Any], rule: str) -> None:
+    ((key, value),) = changes.items()
+    line = f"{shown(key, value)}: {rule}"
+    if key == "rope_scaling":
+        line = f"rope_parameters.rope_type=linear: {rule}"
+    assert refusal(published(name, **changes)) == [line]
+
+
+def yarn(**changes: Any) -> dict[str, Any]:
+    rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096} | changes
+    return published("deepseek_v3", rope_scaling=rope)
+
+
+@pytest.mark.parametrize(("changes", "rule"), [
+    ({"mscale": 0.7}, "libraries differ in what one of mscale and mscale_all_dim means; give both or none"),
+    ({"mscale_all_dim": 1.0}, "libraries differ in what one of mscale and mscale_all_dim means; give both or none"),
+    ({"attention_factor": 2.0}, "here it follows from the other values; leave it out, or use 1.368888"),
+    ({"short_factor": [1.0]}, "the engine does not know this key, so it cannot tell whether it matters"),
+    ({"partial_rotary_factor": 0.5}, "the whole head turns; use rope_parameters.partial_rotary_factor=1.0"),
+    ({"original_max_position_embeddings": None}, "a value is needed (int)"),
+])  # fmt: skip
+def test_yarn_is_read_strictly(changes: dict[str, Any], rule: str) -> None:
+    ((key, value),) = changes.items()
+    name = f"rope_parameters.{key}"
+    assert refusal(yarn(**changes)) == [f"{name if value is None else shown(name, value)}: {rule}"]
+
+
+def test_rotary_options_are_the_same_in_both_spellings() -> None:
+    old = published("deepseek_v3")
+    scaling = old["rope_scaling"]
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = scaling | {"rope_type": "yarn", "rope_theta": 10000.0}
+    assert model_config(new) == model_config(old)
+    assert model_config(yarn(factor=None)).rope_factor == 40.0  # the longest context over the original one
+    assert model_config(published("mixtral_8x7b", rope_theta=None)).rope_theta == 1e6  # the family's default
+
+
+def test_all_mistakes_are_shown_at_once() -> None:
+    lines = refusal(published("mixtral_8x7b", hidden_act="relu", attention_dropout=0.5, whatever=1))
+    assert [line.partition("=")[0] for line in lines] == ["hidden_act", "attention_dropout", "whatever"]
+
+
+def test_unknown_families_are_refused() -> None:
+    assert refusal({"model_type": "deepseek_v4"})[0].startswith(
+        "model_type=deepseek_v4: the engine does not know it; did you mean deepseek_v"
+    )
+    assert refusal({})[0].endswith("there are deepseek_v3, deepseek_v2, kimi_k2, mixtral, qwen3_moe, gpt_oss")
+
+
+@pytest.mark.parametrize(("name", "changes", "lost"), [
+    ("deepseek_v3", {"latent_norm_eps": 1e-5}, "a deepseek_v3 config.json cannot say this; it would mean 1e-06"),
+    ("deepseek_v3", {"group_score": "max"}, "a deepseek_v3 config.json cannot say this; it would mean sum_top2"),
+    ("deepseek_v3", {"num_shared_experts": 0}, "a deepseek_v3 config.json needs a shared expert; use 1 or more"),
+    ("deepseek_v2_lite", {"mtp_depth": 1}, "a deepseek_v2 config.json cannot say this; it would mean 0"),
+    ("mixtral_8x7b", {"normalize_weights": False}, "a mixtral config.json cannot say this; it would mean true"),
+    ("mixtral_8x7b", {"num_dense_layers": 1}, "a mixtral config.json cannot say this; it would mean 0"),
+    ("qwen3_30b_a3b", {"num_shared_experts": 1}, "a qwen3_moe config.json cannot say this; it would mean 0"),
+    ("qwen3_30b_a3b", {"rope_style": "interleaved"}, "a qwen3_moe config.json cannot say this; it would mean halves"),
+])  # fmt: skip
+def test_what_no_file_can_say_is_not_written(name: str, changes: dict[str, Any], lost: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        huggingface_config(replace(preset(name), **changes))
+    ((key, value),) = changes.items()
+    back = lost.replace("would mean ", f"would mean model.{key}=")
+    assert f"{shown(f'model.{key}', value)}: {back}" in str(error.value).splitlines()
+
+
+def test_files_and_folders_are_read_and_errors_name_them(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with pytest.raises(
+        ConfigError, match=r"config\.json: no such file; name a Hugging Face config\.json or the folder"
+    ):
+        read_model_config(tmp_path)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: not readable as JSON: "):
+        read_model_config(file)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json: an object with keys is expected"):
+        read_model_config(file)
+    file.write_text(json.dumps(published("mixtral_8x7b", hidden_act="relu")))
+    with pytest.raises(ConfigError, match=r"config\.json: hidden_act=relu: "):
+        read_model_config(file)
+    file.write_text(json.dumps(published("mixtral_8x7b")))
+    assert read_model_config(file) == read_model_config(tmp_path) == model_config(published("mixtral_8x7b"))
+
+
+def test_the_command_line_takes_a_file_for_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(published("qwen3_30b_a3b")))
+    for place in (file, f"{tmp_path}/"):
+        config = load("train", ["experiment=quickstart", f"model={place}", "model.num_layers=2"])
+        assert config.model == replace(model_config(published("qwen3_30b_a3b")), num_layers=2)
+        assert config.run.name == "quickstart"
+    file.write_text(json.dumps(published("qwen3_30b_a3b", hidden_act="relu")))
+    with pytest.raises(ConfigError) as error:
+        load("train", [f"model={file}", "train.stps=3"])
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f"model={file}: hidden_act=relu: ") and second.startswith("train.stps=3: ")
