@@ -29,6 +29,17 @@ IRRELEVANT = frozenset(
     )
 )
 
+_KINDS: Mapping[type, str] = MappingProxyType(
+    {
+        int: "a whole number such as 1",
+        float: "a number such as 1.0",
+        bool: "true or false",
+        str: "a text",
+        list: "a list such as []",
+        dict: "an object such as {}",
+    }
+)
+
 
 class Keys:
     """The keys of a file, taken one by one; what nobody takes is refused."""
@@ -43,13 +54,13 @@ class Keys:
         value = self.left.pop(name, None)
         if value is None:
             if default is ...:
-                self.problems.append(f"{self.prefix}{name}: a value is needed ({kind.__name__})")
+                self.problems.append(f"{self.prefix}{name}: a value is needed, {_KINDS[kind]}")
                 return kind()
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.refuse(name, value, f"{kind.__name__} is expected")
+            self.refuse(name, value, f"must be {_KINDS[kind]}")
             return kind() if default is ... else default
         return value
 
@@ -65,7 +76,7 @@ class Keys:
     def finish(self, irrelevant: frozenset[str] = IRRELEVANT) -> None:
         for name, value in self.left.items():
             if value is not None and name not in irrelevant:
-                self.refuse(name, value, "the engine does not know this key, so it cannot tell whether it matters")
+                self.refuse(name, value, "unknown key, which may change the model; remove it if it does not")
         if self.problems:
             raise ConfigError("\n".join(self.problems))
 
@@ -132,7 +143,7 @@ def _deepseek_v2(keys: Keys, common: Values) -> Values:
     keys.must("norm_topk_prob", "libraries differ in what DeepSeek-V2 does with normalised weights", False)
     method = keys.take("topk_method", str, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        keys.refuse("topk_method", method, "DeepSeek-V2 chooses by greedy or group_limited_greedy")
+        keys.refuse("topk_method", method, "DeepSeek-V2 chooses otherwise; use greedy or group_limited_greedy")
     groups, kept = keys.take("n_group", int, 1), keys.take("topk_group", int, 1)
     return _deepseek(keys, common) | {
         "score_function": "softmax",
@@ -208,8 +219,8 @@ def _gpt_oss(keys: Keys, common: Values) -> Values:
 
 def _rope(keys: Keys, common: Values, style: str, theta: float) -> Values:
     """Rotary options, in the old spelling (rope_theta, rope_scaling) or the new one (rope_parameters)."""
-    old = {"rope_theta": keys.left.pop("rope_theta", None)} | (keys.left.pop("rope_scaling", None) or {})
-    given = old | (keys.left.pop("rope_parameters", None) or {})
+    given = {"rope_theta": keys.left.pop("rope_theta", None)}
+    given |= keys.take("rope_scaling", dict, {}) | keys.take("rope_parameters", dict, {})
     rope = Keys(given, "rope_parameters.")
     kind = rope.take("type", str, "default")
     kind = rope.take("rope_type", str, kind)
@@ -218,7 +229,7 @@ def _rope(keys: Keys, common: Values, style: str, theta: float) -> Values:
     if kind == "yarn":
         values |= _yarn(rope, common["max_positions"])
     elif kind != "default":
-        rope.refuse("rope_type", kind, "the engine knows default and yarn")
+        rope.refuse("rope_type", kind, "not built here; use default or yarn")
         rope.left.clear()
     try:
         rope.finish(frozenset())

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from moe_engine.config.rules import Rules
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 ATTENTION = ("mla", "gqa")
 ROPE_STYLES = ("interleaved", "halves")
 ROPE_SCALINGS = ("none", "yarn")
+# Options that are counted and planned for, but not computed: the value that turns each off, and what it would need.
+UNBUILT: Mapping[str, tuple[bool | float, str]] = MappingProxyType(
+    {
+        "attention_bias": (False, "biases in attention are not built yet"),
+        "attention_sinks": (False, "attention sinks are not built yet"),
+        "expert_biases": (False, "biases of the router and the experts are not built yet"),
+        "swiglu_limit": (0.0, "the clamped SwiGLU is not built yet"),
+    }
+)
 
 
 def check_model(rules: Rules) -> None:
@@ -39,13 +51,7 @@ def check_model(rules: Rules) -> None:
 
 def check_trainable(rules: Rules) -> None:
     """What the engine counts and plans for, but does not compute: each is refused by its name."""
-    unbuilt = {
-        "attention_bias": (False, "biases in attention are not built yet"),
-        "attention_sinks": (False, "attention sinks are not built yet"),
-        "expert_biases": (False, "biases of the router and the experts are not built yet"),
-        "swiglu_limit": (0.0, "the clamped SwiGLU is not built yet"),
-    }
-    for name, (off, rule) in unbuilt.items():
+    for name, (off, rule) in UNBUILT.items():
         if rules[f"model.{name}"] != off:
             value = str(off).lower()
             rules.refuse(
@@ -95,6 +101,8 @@ def _check_yarn(rules: Rules) -> None:
     if not rules[factor] >= 1:
         rules.refuse(factor, f"YaRN stretches the context, so it must be 1 or more, for example {factor}=40")
     rules.at_least(1, "model.rope_original_length")
+    if rules.sound("model.rope_theta") and not rules["model.rope_theta"] > 1:
+        rules.refuse("model.rope_theta", "YaRN needs pairs of different speeds; use model.rope_theta=10000.0")
     rules.positive(1.0, slow)
     if not rules[fast] >= rules[slow]:
         rules.refuse(fast, f"must be at least {slow}={rules[slow]}, for example {fast}=32")

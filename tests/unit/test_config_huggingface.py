@@ -54,12 +54,12 @@ def test_every_preset_survives_the_way_out_and_back(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_key_is_ignored_in_silence(name: str) -> None:
     assert refusal(published(name, clip_qkv=8.0)) == [
-        "clip_qkv=8.0: the engine does not know this key, so it cannot tell whether it matters"
+        "clip_qkv=8.0: unknown key, which may change the model; remove it if it does not"
     ]
     assert model_config(published(name, clip_qkv=None)) == model_config(published(name))
     hf = published(name)
     del hf["hidden_size"]
-    assert "hidden_size: a value is needed (int)" in refusal(hf)
+    assert "hidden_size: a value is needed, a whole number such as 1" in refusal(hf)
 
 
 @pytest.mark.parametrize(("name", "changes", "rule"), [
@@ -71,15 +71,17 @@ def test_no_key_is_ignored_in_silence(name: str) -> None:
     ("deepseek_v3", {"rope_interleave": False},
      "the rotary numbers of latent attention are interleaved pairs; use rope_interleave=true"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "DeepSeek-V3 scores by sigmoid; use scoring_func=sigmoid"),
-    ("deepseek_v3", {"n_routed_experts": "many"}, "int is expected"),
-    ("deepseek_v3", {"n_routed_experts": True}, "int is expected"),
-    ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "the engine knows default and yarn"),
+    ("deepseek_v3", {"n_routed_experts": "many"}, "must be a whole number such as 1"),
+    ("deepseek_v3", {"n_routed_experts": True}, "must be a whole number such as 1"),
+    ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "not built here; use default or yarn"),
+    ("deepseek_v3", {"rope_parameters": "yarn"}, "must be an object such as {}"),
     ("deepseek_v2_lite", {"norm_topk_prob": True},
      "libraries differ in what DeepSeek-V2 does with normalised weights; use norm_topk_prob=false"),
-    ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "DeepSeek-V2 chooses by greedy or group_limited_greedy"),
+    ("deepseek_v2_lite", {"topk_method": "noaux_tc"},
+     "DeepSeek-V2 chooses otherwise; use greedy or group_limited_greedy"),
     ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "the router's input is taken as it is; use router_jitter_noise=0.0"),
     ("mixtral_8x7b", {"partial_rotary_factor": 0.5},
-     "the engine does not know this key, so it cannot tell whether it matters"),
+     "unknown key, which may change the model; remove it if it does not"),
     ("qwen3_30b_a3b", {"decoder_sparse_step": 2},
      "after the dense layers every layer has experts; use decoder_sparse_step=1"),
     ("qwen3_30b_a3b", {"mlp_only_layers": [3]}, "dense layers come first; use the first layers, as in [0, 1]"),
@@ -103,9 +105,9 @@ def yarn(**changes: Any) -> dict[str, Any]:
     ({"mscale": 0.7}, "libraries differ in what one of mscale and mscale_all_dim means; give both or none"),
     ({"mscale_all_dim": 1.0}, "libraries differ in what one of mscale and mscale_all_dim means; give both or none"),
     ({"attention_factor": 2.0}, "here it follows from the other values; leave it out, or use 1.368888"),
-    ({"short_factor": [1.0]}, "the engine does not know this key, so it cannot tell whether it matters"),
+    ({"short_factor": [1.0]}, "unknown key, which may change the model; remove it if it does not"),
     ({"partial_rotary_factor": 0.5}, "the whole head turns; use rope_parameters.partial_rotary_factor=1.0"),
-    ({"original_max_position_embeddings": None}, "a value is needed (int)"),
+    ({"original_max_position_embeddings": None}, "a value is needed, a whole number such as 1"),
 ])  # fmt: skip
 def test_yarn_is_read_strictly(changes: dict[str, Any], rule: str) -> None:
     ((key, value),) = changes.items()

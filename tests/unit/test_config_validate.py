@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.load import load
+from moe_engine.config.load import choices, load
 from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
 from moe_engine.config.validate import resolve, validate, validate_moe
 
@@ -37,6 +37,22 @@ def test_the_defaults_and_the_quickstart_are_valid() -> None:
     validate(load("train", ["experiment=quickstart"]), world=4)
 
 
+@pytest.mark.parametrize("name", choices("model"))
+def test_presets_are_valid_but_for_what_is_not_built(name: str) -> None:
+    config = load("train", [f"model={name}", "train.seq_len=4096"])
+    if not name.startswith("gpt_oss"):
+        return validate(config)
+    refused = [line.partition("=")[0].removeprefix("model.") for line in problems(config)]
+    assert refused == ["attention_bias", "attention_sinks", "expert_biases", "swiglu_limit", "sliding_window"]
+
+
+def test_options_without_effect_are_not_checked() -> None:
+    validate(make(model__num_kv_heads=3, model__head_dim=7))  # of the other attention
+    validate(make(model__attention="gqa", model__kv_lora_rank=0, model__qk_rope_head_dim=3))
+    validate(make(model__rope_factor=0.0))
+    validate(make(model__sliding_window=256, model__max_positions=256))  # as long as the sequences
+
+
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__dim": 0}, "model.dim=0: must be 1 or more, for example model.dim=1"),
     ({"model__num_layers": -1, "model__num_dense_layers": 0}, "model.num_layers=-1: must be 1 or more"),
@@ -53,6 +69,47 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"model__vocab_size": 256},
         "model.vocab_size=256: the byte tokenizer has 257 tokens; use model.vocab_size=257 or more",
     ),
+    ({"model__attention": "mha"}, "model.attention=mha: no such choice; there are mla, gqa"),
+    ({"model__rope_style": "halfs"}, "model.rope_style=halfs: no such choice; did you mean halves?"),
+    ({"model__rope_scaling": "linear"}, "model.rope_scaling=linear: no such choice; there are none, yarn"),
+    ({"model__kv_lora_rank": 0}, "model.kv_lora_rank=0: must be 1 or more"),
+    (
+        {"model__attention": "gqa", "model__num_kv_heads": 3},
+        "model.num_kv_heads=3: must divide model.num_heads=4; use model.num_kv_heads=2",
+    ),
+    ({"model__attention": "gqa", "model__num_kv_heads": 0}, "model.num_kv_heads=0: must be 1 or more"),
+    (
+        {"model__attention": "gqa", "model__head_dim": 33},
+        "model.head_dim=33: RoPE turns pairs, so it must be even; use model.head_dim=34",
+    ),
+    (
+        {"model__rope_scaling": "yarn", "model__rope_factor": 0.5},
+        "model.rope_factor=0.5: YaRN stretches the context, so it must be 1 or more, for example model.rope_factor=40",
+    ),
+    (
+        {"model__rope_scaling": "yarn", "model__rope_beta_fast": 0.5},
+        "model.rope_beta_fast=0.5: must be at least model.rope_beta_slow=1.0, for example model.rope_beta_fast=32",
+    ),
+    ({"model__rope_scaling": "yarn", "model__rope_theta": 1.0}, "model.rope_theta=1.0: YaRN needs pairs of different"),
+    (
+        {"model__sliding_window": 128},
+        "model.sliding_window=128: sliding windows are not built yet, and train.seq_len=256 is longer; "
+        "use train.seq_len=128 or less, or model.sliding_window=0",
+    ),
+    (
+        {"model__max_positions": 100},
+        "train.seq_len=256: the model is for model.max_positions=100 positions; use train.seq_len=100 or less, "
+        "or model.max_positions=0 for any length",
+    ),
+    (
+        {"model__attention_bias": True},
+        "model.attention_bias=true: biases in attention are not built yet, so this model can be planned but not "
+        "trained; use model.attention_bias=false",
+    ),
+    ({"model__attention_sinks": True}, "model.attention_sinks=true: attention sinks are not built yet"),
+    ({"model__expert_biases": True}, "model.expert_biases=true: biases of the router and the experts are not built"),
+    ({"model__swiglu_limit": 7.0}, "model.swiglu_limit=7.0: the clamped SwiGLU is not built yet"),
+    ({"moe__z_loss_weight": -0.1}, "moe.z_loss_weight=-0.1: must be 0 or more"),
     ({"model__rope_theta": 0.0}, "model.rope_theta=0.0: must be larger than 0, for example model.rope_theta=10000.0"),
     (
         {"model__top_k": 17},
@@ -178,7 +235,8 @@ def test_the_value_that_a_message_offers_works(options: dict[str, Any], message:
     section, option, text = offer.groups()
     old = getattr(Config(), section)
     kind = type(getattr(old, option)) if getattr(old, option) is not None else int
-    setattr(getattr(config, section), option, text.strip("[]").split(",") if kind is list else kind(text))
+    values = {list: text.strip("[]").split(","), bool: text == "true"}
+    setattr(getattr(config, section), option, values[kind] if kind in values else kind(text))
     validate(config)
 
 

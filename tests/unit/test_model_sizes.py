@@ -8,23 +8,14 @@ import pytest
 import torch
 from layouts import Case, config_of
 
+from moe_engine.config.load import choices, load
+from moe_engine.config.model_rules import UNBUILT
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
 from moe_engine.model.names import named_parameters
 from moe_engine.model.transformer import Stage
 from moe_engine.moe.router import Router
 from moe_engine.planner.flops import parameter_count
-
-# arXiv 2412.19437, section 4.2, and arXiv 2405.04434, appendix B.
-DEEPSEEK_V3 = ModelConfig(
-    vocab_size=129280, dim=7168, num_layers=61, num_dense_layers=3, dense_hidden=18432, num_heads=128,
-    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    num_experts=256, top_k=8, expert_hidden=2048, num_shared_experts=1, num_groups=8, top_groups=4,
-)  # fmt: skip
-DEEPSEEK_V2_LITE = replace(
-    DEEPSEEK_V3, vocab_size=102400, dim=2048, num_layers=27, num_dense_layers=1, dense_hidden=10944, num_heads=16,
-    q_lora_rank=0, num_experts=64, top_k=6, expert_hidden=1408, num_shared_experts=2, num_groups=1, top_groups=1,
-)  # fmt: skip
 
 
 def parameters_by_name(model: ModelConfig, num_stages: int) -> tuple[dict[str, torch.Size], list[Stage]]:
@@ -46,25 +37,48 @@ def parameters_by_name(model: ModelConfig, num_stages: int) -> tuple[dict[str, t
     return shapes, stages
 
 
-@pytest.mark.parametrize(
-    ("model", "num_stages", "parameters", "router_bias"),
-    [(DEEPSEEK_V3, 16, 671_026_404_352, 14_848), (DEEPSEEK_V2_LITE, 1, 15_706_484_224, 26 * 64)],
-    ids=["deepseek_v3", "deepseek_v2_lite"],
-)
-def test_published_models_have_their_published_size(
-    model: ModelConfig, num_stages: int, parameters: int, router_bias: int
-) -> None:
-    shapes, stages = parameters_by_name(model, num_stages)
-    assert sum(shape.numel() for shape in shapes.values()) == parameters == parameter_count(model).total
+# What transformers counts in the published models; DeepSeek-V3's has one MTP module besides.
+PUBLISHED = {
+    "deepseek_v2": 235_741_434_880,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
+    "kimi_k2": 1_026_408_209_408,
+    "mixtral_8x22b": 140_620_634_112,
+    "mixtral_8x7b": 46_702_792_704,
+    "moonlight_16b_a3b": 15_960_108_544,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_30b_a3b": 30_532_122_624,
+}
+NUM_STAGES = {"deepseek_v3": 16, "qwen3_30b_a3b": 3}
+
+
+def is_built(model: ModelConfig) -> bool:
+    return all(getattr(model, name) == off for name, (off, _) in UNBUILT.items())
+
+
+@pytest.mark.parametrize("name", choices("model"))
+def test_the_model_of_every_preset_has_exactly_the_planned_size(name: str) -> None:
+    model = load("train", [f"model={name}"]).model
+    if not is_built(model):
+        pytest.skip("its parts are counted, not built: see test_planner_flops")
+    shapes, stages = parameters_by_name(model, NUM_STAGES.get(name, 1))
+    total = sum(shape.numel() for shape in shapes.values())
+    assert total == parameter_count(model).total
+    if name in PUBLISHED:
+        assert parameter_count(replace(model, mtp_depth=0)).total == PUBLISHED[name]
     routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
-    assert sum(router.expert_bias.numel() for router in routers) == router_bias == parameter_count(model).router_bias
+    assert sum(router.expert_bias.numel() for router in routers) == parameter_count(model).router_bias
     assert {router.expert_bias.dtype for router in routers} == {torch.float32}
     assert {router.num_tokens_per_expert.dtype for router in routers} == {torch.int64}
 
 
+GROUPED = {"attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "num_shared_experts": 0}
+
+
 @pytest.mark.parametrize("changes", [
     {}, {"tied_head": True}, {"tied_head": True, "mtp_depth": 0}, {"mtp_depth": 0}, {"mtp_depth": 3, "q_lora_rank": 0},
-    {"num_dense_layers": 4}, {"num_dense_layers": 0, "num_shared_experts": 0}, {"num_shared_experts": 2},
+    GROUPED, {**GROUPED, "qk_norm": True, "tied_head": True}, {"num_dense_layers": 4},
+    {"num_dense_layers": 0, "num_shared_experts": 0}, {"num_shared_experts": 2},
 ])  # fmt: skip
 def test_any_cut_has_the_same_names_and_the_planned_count(changes: dict[str, object]) -> None:
     model = replace(config_of(Case()).model, **changes)

@@ -7,43 +7,18 @@ from dataclasses import replace
 import pytest
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.load import load
 from moe_engine.config.schema import ModelConfig
 from moe_engine.planner.flops import mfu, parameter_count, sequence_flops
 
-# The published configurations (arXiv 2412.19437, section 4.2; arXiv 2405.04434, appendix B).
-DEEPSEEK_V3 = ModelConfig(
-    vocab_size=129280,
-    dim=7168,
-    num_layers=61,
-    num_dense_layers=3,
-    dense_hidden=18432,
-    num_heads=128,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    num_experts=256,
-    top_k=8,
-    expert_hidden=2048,
-    num_shared_experts=1,
-    mtp_depth=0,
-    tied_head=False,
-)
-DEEPSEEK_V2_LITE = replace(
-    DEEPSEEK_V3,
-    vocab_size=102400,
-    dim=2048,
-    num_layers=27,
-    num_dense_layers=1,
-    dense_hidden=10944,
-    num_heads=16,
-    q_lora_rank=0,
-    num_experts=64,
-    top_k=6,
-    expert_hidden=1408,
-    num_shared_experts=2,
-)
+
+def preset(name: str, **changes: object) -> ModelConfig:
+    return replace(load("train", [f"model={name}"]).model, **changes)
+
+
+DEEPSEEK_V3 = preset("deepseek_v3", mtp_depth=0)
+DEEPSEEK_V2_LITE = preset("deepseek_v2_lite")
+MIXTRAL, QWEN3, GPT_OSS = preset("mixtral_8x7b"), preset("qwen3_30b_a3b"), preset("gpt_oss_20b")
 WITH_MTP = replace(DEEPSEEK_V3, mtp_depth=1)
 MLA, EXPERT = 187_107_328, 44_040_192  # DeepSeek-V3, per layer (the two latent norms included) and per expert
 LATENT_NORMS = 1536 + 512
@@ -71,6 +46,47 @@ def test_parameters_of_deepseek_v2_lite() -> None:
     assert parameter_count(DEEPSEEK_V2_LITE).total == 15_706_484_224
 
 
+def test_parameters_of_models_with_grouped_queries() -> None:
+    assert parameter_count(MIXTRAL).total == 46_702_792_704
+    qwen3 = parameter_count(QWEN3)
+    assert qwen3.total == 30_532_110_336 + 12_288  # of which norms of queries and keys
+    assert qwen3.by_part["norms"] == 48 * 2 * (2048 + 128) + 2048
+    assert qwen3.active == pytest.approx(3.35e9, abs=0.005e9)
+
+
+def test_parameters_of_gpt_oss_are_counted_though_not_trained() -> None:
+    """arXiv 2508.10925, table 1: 20.91 and 116.83 billion in all; 3.61 and 5.13 active, without the embedding."""
+    for model, total, active in ((GPT_OSS, 20_914_757_184, 3.61e9), (preset("gpt_oss_120b"), 116_829_156_672, 5.13e9)):
+        count = parameter_count(model)
+        assert count.total == total == sum(count.by_part.values())
+        assert count.active - count.by_part["embedding"] == pytest.approx(active, abs=0.005e9)
+    vectors = {"attention_bias": False, "attention_sinks": False, "expert_biases": False}
+    without = parameter_count(replace(GPT_OSS, **vectors))
+    attention = 24 * (64 * (64 + 2 * 8) + 2880 + 64)
+    assert parameter_count(GPT_OSS).by_part["attention"] - without.by_part["attention"] == attention
+    assert parameter_count(GPT_OSS).by_part["router"] - without.by_part["router"] == 24 * 32
+    assert parameter_count(GPT_OSS).by_part["experts"] - without.by_part["experts"] == 24 * 32 * 3 * 2880
+    assert sequence_flops(GPT_OSS, 4096) == sequence_flops(replace(GPT_OSS, **vectors), 4096)
+
+
+def test_biases_of_latent_attention_are_those_that_meet_the_hidden_state() -> None:
+    more = parameter_count(replace(DEEPSEEK_V3, attention_bias=True)).total - parameter_count(DEEPSEEK_V3).total
+    assert more == 61 * (1536 + 512 + 64 + 7168)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_sliding_window_leaves_out_the_scores_outside_it(every: int) -> None:
+    """Counted pair by pair: the half on the diagonal and below, as S^2/2 does without a window."""
+    model = replace(MIXTRAL, num_layers=7, sliding_window=5, sliding_window_every=every)
+    S, layers = 12, -(-7 // every)
+    far = sum(min(1.0, max(0.0, (q - k) - 5 + 0.5)) for q in range(S) for k in range(q))  # pairs of halves
+    outside = sequence_flops(replace(model, sliding_window=0), S) - sequence_flops(model, S)
+    assert far == (S - 5) ** 2 / 2
+    assert outside == layers * 3 * 32 * 2 * 128 * 2 * far
+    wide = replace(model, sliding_window=S)
+    assert sequence_flops(wide, S) == sequence_flops(replace(model, sliding_window=0), S)
+
+
 @pytest.mark.parametrize(
     ("model", "convention", "document_lengths", "flops"),
     [
@@ -80,8 +96,10 @@ def test_parameters_of_deepseek_v2_lite() -> None:
         (DEEPSEEK_V3, "matmul", None, 1_023_227_103_019_008),
         (WITH_MTP, "matmul", None, 1_064_927_477_366_784),
         (DEEPSEEK_V2_LITE, "nvidia", None, 67_117_793_673_216),
+        (MIXTRAL, "nvidia", None, 326_477_644_038_144),
+        (QWEN3, "nvidia", None, 94_233_729_957_888),
     ],
-    ids=["V3", "V3 with MTP", "V3 packed", "V3 matmul", "V3 with MTP, matmul", "V2-Lite"],
+    ids=["V3", "V3 with MTP", "V3 packed", "V3 matmul", "V3 with MTP, matmul", "V2-Lite", "Mixtral", "Qwen3"],
 )
 def test_flops_of_a_sequence_of_4096_tokens(
     model: ModelConfig, convention: str, document_lengths: list[int] | None, flops: int
