@@ -134,14 +134,14 @@ MISTAKES = {
     "=": "options are written name=value",
     "~train.steps": "options cannot be removed; set another value, as name=value",
     # choices of groups
-    "model=tinny": "no such model; did you mean tiny? There are mini_v3, tiny",
-    "experiment=big": "no such experiment; there are peer_33m, quickstart",
-    "experiment=": "no such experiment; there are peer_33m, quickstart",
+    "model=tinny": "no such model; did you mean tiny? There are deepseek_v2, ",
+    "experiment=big": "no such experiment; there are ",
+    "experiment=": "no such experiment; there are ",
     "precision=fp8": "no such precision; there are bf16, fp32, fp64",
     "precision=FP32": "no such precision; there are bf16, fp32, fp64",
     "pipeline=1f2b": "no such pipeline; did you mean 1f1b? There are 1f1b, ",
     "optim=adam": "no such optim; did you mean adamw? There are adamw",
-    "model=null": "no such model; there are mini_v3, tiny",
+    "model=null": "no such model; there are ",
     "parallel=/tmp/x": "no such parallel; there are deepseek_v3, pp2_dp2_ep2, single",
     # types
     "train.steps=1e3": "a whole number is expected, for example train.steps=1000",
