@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 EMPTY_IS_FINE := || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check slow gpu clean
+.PHONY: help install train test check slow aot gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ check: $(INSTALLED) ## format, lint, types, import rules, fast tests
 
 slow: $(INSTALLED) ## the long tests: full layout matrix, builds, long runs
 	$(PYTEST) -m slow --timeout=1800 --durations=10 tests $(ARGS) $(EMPTY_IS_FINE)
+
+aot: $(INSTALLED) ## compile every GPU kernel without a GPU and print what its machine code shows
+	$(BIN)/python -m moe_kernels.aot $(ARGS)
 
 gpu: $(INSTALLED) ## the tests for a machine with a CUDA device
 	$(PYTEST) -m gpu tests $(ARGS) $(EMPTY_IS_FINE)

@@ -1,7 +1,8 @@
 """Triton's interpreter, repaired, for running device kernels on CPU tensors.
 
 Up to 3.9 the interpreter is silently wrong in three places: fp32 to fp8 mis-rounds, fp32 to bf16 truncates, and a bf16
-`tl.dot` multiplies the raw 16-bit codes. Conversions and products are replaced here by torch's.
+`tl.dot` multiplies the raw 16-bit codes. Conversions and products are replaced here by torch's. Import this module
+before anything imports Triton.
 """
 
 from __future__ import annotations
@@ -13,21 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-
-def interpreted(*names: str) -> list[types.ModuleType]:
-    """Modules of `moe_kernels.device`, imported so that their kernels run in the repaired interpreter."""
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, triton's own library included
-    try:
-        import triton.experimental.gluon  # noqa: F401 (the launcher imports it late, and it reads the same variable)
-        import triton.runtime.interpreter as interpreter
-
-        interpreter._convert_float = _convert_float
-        interpreter.InterpreterBuilder.create_dot = _create_dot
-        return [importlib.import_module(f"moe_kernels.device.{name}") for name in names]
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-
 
 _TORCH = {
     "fp8e4nv": torch.float8_e4m3fn,
@@ -58,3 +44,25 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
     wide = torch.float64 if d.dtype.scalar.name == "fp64" else torch.float32
     product = torch.matmul(_tensor(a.data, a.dtype.scalar).to(wide), _tensor(b.data, b.dtype.scalar).to(wide))
     return TensorHandle(product.numpy().astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+
+def _import_all() -> None:
+    """Import the device kernels so that they run in the repaired interpreter in this process."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, those of Triton's own library included
+    try:
+        import triton.experimental.gluon  # noqa: F401 (the launcher imports it late)
+        import triton.runtime.interpreter as interpreter
+
+        interpreter._convert_float = _convert_float
+        interpreter.InterpreterBuilder.create_dot = _create_dot
+        importlib.import_module("moe_kernels.device")
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+_import_all()
+
+
+def interpreted(name: str) -> types.ModuleType:
+    """A module of `moe_kernels.device` whose kernels run in the interpreter."""
+    return importlib.import_module(f"moe_kernels.device.{name}")

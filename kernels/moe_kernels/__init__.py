@@ -17,8 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 from moe_kernels import fp8_format, reference
 from moe_kernels.reference import (
     gemm,
-    grouped_gemm,
-    grouped_wgrad,
     matmul_dtype,
     permute,
     swiglu,
@@ -46,6 +44,10 @@ def _by_device(op: Callable[P, R]) -> Callable[P, R]:
     return pick
 
 
+grouped_gemm = _by_device(reference.grouped_gemm)
+grouped_gemm_fp8 = _by_device(reference.grouped_gemm_fp8)
+grouped_wgrad = _by_device(reference.grouped_wgrad)
+grouped_wgrad_fp8 = _by_device(reference.grouped_wgrad_fp8)
 quantize_rows = _by_device(reference.quantize_rows)
 quantize_blocks = _by_device(reference.quantize_blocks)
 quantize_columns = _by_device(reference.quantize_columns)
@@ -61,7 +63,9 @@ __all__ = [
     "fp8_format",
     "gemm",
     "grouped_gemm",
+    "grouped_gemm_fp8",
     "grouped_wgrad",
+    "grouped_wgrad_fp8",
     "matmul_dtype",
     "permute",
     "quantize_blocks",

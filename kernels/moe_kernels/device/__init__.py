@@ -3,6 +3,19 @@
 A launcher takes what its namesake in `reference` takes, with group sizes as a tensor that stays on the device.
 """
 
+from moe_kernels.device.grouped_gemm import grouped_gemm
+from moe_kernels.device.grouped_gemm_fp8 import grouped_gemm_fp8
+from moe_kernels.device.grouped_wgrad import grouped_wgrad
+from moe_kernels.device.grouped_wgrad_fp8 import grouped_wgrad_fp8
 from moe_kernels.device.quantize import quantize_blocks, quantize_columns, quantize_rows, quantize_rows_and_columns
 
-__all__ = ["quantize_blocks", "quantize_columns", "quantize_rows", "quantize_rows_and_columns"]
+__all__ = [
+    "grouped_gemm",
+    "grouped_gemm_fp8",
+    "grouped_wgrad",
+    "grouped_wgrad_fp8",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
+]

@@ -1,8 +1,8 @@
 """Quantisation to block-scaled fp8 on the device: rows, blocks, transposed columns (see `reference.quantize`).
 
 Bound by memory: 2 bytes read and 1 written for each number and direction. The kernel that makes both directions
-reads a tile of 128x128 once. Division is exact (`div_rn`) and done once for each scale, powers of two come from the
-exponent bits: approximate forms would give other codes than the reference.
+reads a tile of 128x128 once. Powers of two come from bits, other scales from exact division (`div_rn`), once for each
+scale: approximate forms would give other codes than the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.device.tiles import device_counts, find_tile, group_bound
+from moe_kernels.device.tuning import Variant
 from moe_kernels.fp8_format import BLOCK, CODE, FORWARD_AMAX, blocks, padded_rows, zero_scale
 
 ROWS_PER_PROGRAM = 32
@@ -24,10 +25,18 @@ TILE_WARPS = 8
 @triton.jit
 def scale_of(amax, smallest_amax, zero_scale, POWER_OF_TWO: tl.constexpr):
     """Scale and its inverse for tiles with the given largest magnitudes (fp32)."""
-    scale = tl.div_rn(tl.maximum(amax, smallest_amax), 448.0)
+    floored = tl.maximum(amax, smallest_amax)
     if POWER_OF_TWO:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(amax == 0, zero_scale, scale)
+        # The least power of two that is not below amax / 448, by bits: 448 = 1.75 * 2^8, and adding 0x1FFFFF carries
+        # into the exponent if the mantissa is above 1.75. The inverse of 2^n has the exponent bits 254 - n.
+        bits = ((floored.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - 0x4000000
+        scale = bits.to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        infinite = floored == float("inf")
+        scale, inverse = tl.where(infinite, float("inf"), scale), tl.where(infinite, 0.0, inverse)
+        zero = amax == 0
+        return tl.where(zero, zero_scale, scale), tl.where(zero, 1.0, inverse)  # zeros times anything are zeros
+    scale = tl.where(amax == 0, zero_scale, tl.div_rn(floored, 448.0))
     return scale, tl.div_rn(1.0, scale)
 
 
@@ -95,7 +104,7 @@ def _tiles_kernel(
         tl.store(scale_ptr + tl.cast(block, tl.int64) * rows + row, scale, mask=row < rows)
     scale, inverse = scale_of(tl.max(tl.abs(x), 0), smallest_amax, zero_scale, POWER_OF_TWO)
     transposed_desc.store([block * 128, tile * 128], tl.trans(to_codes(x * inverse[None, :])))
-    tl.store(transposed_scale_ptr + tl.cast(tile, tl.int64) * dim + column, scale, mask=column < dim)
+    tl.store(transposed_scale_ptr + tl.cast(tile, tl.int64) * tl.num_programs(1) * 128 + column, scale)
 
 
 def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True) -> tuple[Tensor, Tensor]:
@@ -153,7 +162,7 @@ def _tiles(
     codes = torch.empty((rows, dim) if by_row else (0, dim), dtype=CODE, device=x.device)
     scale = torch.empty(blocks(dim), codes.shape[0], dtype=torch.float32, device=x.device)
     transposed = torch.empty(dim, places, dtype=CODE, device=x.device)
-    transposed_scale = torch.empty(places // BLOCK, dim, dtype=torch.float32, device=x.device)
+    transposed_scale = torch.empty(places // BLOCK, blocks(dim) * BLOCK, dtype=torch.float32, device=x.device)
     if transposed.numel():
         _tiles_kernel[(places // BLOCK, blocks(dim))](
             x.contiguous(), x_scale, device_counts(counts), codes, scale,
@@ -163,3 +172,38 @@ def _tiles(
             num_warps=TILE_WARPS,
         )  # fmt: skip
     return codes, scale, transposed, transposed_scale
+
+
+def variants() -> list[Variant]:
+    """Every form of every kernel with bf16 input and powers of two, for `aot`."""
+    sizes = {"rows": "i32", "dim": "i32"}
+    scales = {"smallest_amax": "fp32", "zero_scale": "fp32"}
+    codes = {"codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    by_row = Variant(
+        "quantize_rows", _rows_kernel, {"x_ptr": "*bf16", **codes, **sizes, **scales},
+        {"POWER_OF_TWO": True, "BLOCK_ROWS": ROWS_PER_PROGRAM}, {"num_warps": ROWS_WARPS},
+    )  # fmt: skip
+    by_block = Variant(
+        "quantize_blocks", _blocks_kernel,
+        {"w_ptr": "*bf16", **codes, "transposed_ptr": "*fp8e4nv", "outer": "i32", "inner": "i32", **scales},
+        {"POWER_OF_TWO": True}, {"num_warps": TILE_WARPS},
+    )  # fmt: skip
+    tiles = {
+        "x_scale_ptr": "*fp32", "counts_ptr": "*i32", **codes, "transposed_desc": "tensordesc<fp8e4nv[128, 128]>",
+        "transposed_scale_ptr": "*fp32", **sizes, "num_groups": "i32", **scales,
+    }  # fmt: skip
+    forms = {
+        "quantize_columns": ("*bf16", False, False),
+        "quantize_columns of codes": ("*fp8e4nv", False, True),
+        "quantize_rows_and_columns": ("*bf16", True, False),
+    }
+    return [by_row, by_block] + [
+        Variant(
+            name,
+            _tiles_kernel,
+            {"x_ptr": dtype, **tiles},
+            {"POWER_OF_TWO": True, "BY_ROW": rows, "FROM_CODES": from_codes, "GROUPS": 32},
+            {"num_warps": TILE_WARPS},
+        )  # fmt: skip
+        for name, (dtype, rows, from_codes) in forms.items()
+    ]

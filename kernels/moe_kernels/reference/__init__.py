@@ -1,5 +1,6 @@
 """Every op in plain torch: the specification, the CPU path and the oracle of the tests."""
 
+from moe_kernels.reference.fp8 import grouped_gemm_fp8, grouped_wgrad_fp8
 from moe_kernels.reference.quantize import (
     dequantize_blocks,
     dequantize_columns,
@@ -27,7 +28,9 @@ __all__ = [
     "dequantize_rows",
     "gemm",
     "grouped_gemm",
+    "grouped_gemm_fp8",
     "grouped_wgrad",
+    "grouped_wgrad_fp8",
     "matmul_dtype",
     "permute",
     "quantize_blocks",

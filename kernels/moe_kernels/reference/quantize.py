@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.fp8_format import BLOCK, CODE, E4M3_MAX, FORWARD_AMAX, blocks, padded_rows, scale_of
+from moe_kernels.fp8_format import BLOCK, CODE, E4M3_MAX, FORWARD_AMAX, blocks, padded_rows, scale_of, zero_scale
+from moe_kernels.reference.wide import as_list
 
 
 def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True) -> tuple[Tensor, Tensor]:
@@ -53,17 +54,20 @@ def quantize_columns(
 
     x [R, D]: bf16 or fp32, or codes of `quantize_rows` with their `x_scale`. counts [e]: rows of each group, summing
     to at most R. Each group starts a new tile, so the result has P = `padded_rows(R, e)` columns:
-    codes [D, P] and scales [P/128, D] fp32. Columns that hold no row are zero and enter no scale.
+    codes [D, P] and scales [P/128, D'] fp32, D' = D filled up to a multiple of 128 with the scale of zeros, so that
+    a kernel reads whole blocks of them. Columns that hold no row are zero and enter no scale.
     """
     wide = x.float() if x_scale is None else dequantize_rows(x, x_scale)
-    counts = counts.tolist() if isinstance(counts, Tensor) else counts
+    counts = as_list(counts)
     padded = wide.new_zeros(padded_rows(x.shape[0], len(counts)), x.shape[1])
     start = place = 0
     for count in counts:
         padded[place : place + count] = wide[start : start + count]
         start, place = start + count, place + blocks(count) * BLOCK
     codes, scale = _quantize(padded.unflatten(0, (-1, BLOCK)), (1,), smallest_amax, power_of_two)
-    return codes.flatten(0, 1).T.contiguous(), scale.squeeze(1)
+    dim = x.shape[1]
+    scale = F.pad(scale.squeeze(1), (0, blocks(dim) * BLOCK - dim), value=zero_scale(smallest_amax, power_of_two))
+    return codes.flatten(0, 1).T.contiguous(), scale
 
 
 def quantize_rows_and_columns(
@@ -73,7 +77,7 @@ def quantize_rows_and_columns(
 
     Rows after the last group have codes 0 and the scale of a tile of zeros.
     """
-    counts = counts.tolist() if isinstance(counts, Tensor) else counts
+    counts = as_list(counts)
     grouped = x.clone()
     grouped[sum(counts) :] = 0
     by_row = quantize_rows(grouped, smallest_amax, power_of_two)
@@ -86,8 +90,8 @@ def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize_columns(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes [D, P], scale [P/128, D] -> [D, P] fp32."""
-    return _times_scale(_widen(codes), scale.T)
+    """codes [D, P], scale [P/128, D'] -> [D, P] fp32."""
+    return _times_scale(_widen(codes), scale[:, : codes.shape[0]].T)
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:

@@ -65,12 +65,18 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     return out if out.shape == (rows, columns) else out[:rows, :columns].contiguous()
 
 
-def grouped_gemm(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_gemm(
+    a: Tensor, b: Tensor, counts: Sequence[int] | Tensor, source: Tensor | None = None, num_sms: int | None = None
+) -> Tensor:
     """Each group of rows times its own matrix, with batch-invariant rows.
 
-    a [N, in]: rows sorted by group; b [e, in, out]; counts: rows of each group, summing to at most N.
-    Returns [N, out]; rows after the last group are zero.
+    a [N, in]: rows sorted by group; or, with `source` [N] int64, row n is row source[n] of a [R, in]. b [e, in, out];
+    counts [e]: rows of each group, summing to at most N. Returns [N, out]; rows after the last group are zero.
+    num_sms: on a GPU, how many multiprocessors to use; no effect here.
     """
+    if source is not None:
+        a = a.index_select(0, source)
+    counts = as_list(counts)
     total, columns, dtype = a.shape[0], b.shape[2], a.dtype
     a, b = _fill_dims(a, b)
     a = a.to(matmul_dtype(dtype, a.device))
@@ -99,11 +105,24 @@ def wgrad(d_out: Tensor, a: Tensor) -> Tensor:
     return d_out.T.to(compute) @ a.to(compute)
 
 
-def grouped_wgrad(d_out: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
+def as_list(counts: Sequence[int] | Tensor) -> Sequence[int]:
+    """Group sizes on the host."""
+    return counts.tolist() if isinstance(counts, Tensor) else counts
+
+
+def grouped_wgrad(
+    d_out: Tensor,
+    a: Tensor,
+    counts: Sequence[int] | Tensor,
+    out: Tensor | None = None,
+    num_sms: int | None = None,
+) -> Tensor:
     """Weight gradient of each group: d_out [N, out], a [N, in] -> d_out_g^T @ a_g, [e, out, in].
 
-    A group without rows has gradient zero. In fp32 where 16-bit products are computed in it (`matmul_dtype`).
+    A group without rows has gradient zero. In fp32 where 16-bit products are computed in it (`matmul_dtype`), and on
+    GPUs. With `out` [e, out, in], fp32, adds to it and returns it. num_sms: see `grouped_gemm`.
     """
+    counts = as_list(counts)
     compute = matmul_dtype(a.dtype, a.device)
     d_out, a = d_out.to(compute), a.to(compute)
     grad = a.new_empty(len(counts), d_out.shape[1], a.shape[1])
@@ -115,7 +134,7 @@ def grouped_wgrad(d_out: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
         else:
             grad[group] = 0
         start = stop
-    return grad
+    return grad if out is None else out.add_(grad)
 
 
 def permute(x: Tensor, source: Tensor) -> Tensor:
