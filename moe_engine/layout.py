@@ -12,10 +12,14 @@ its norm is counted over holders x dp*cp (dense) or holders x edp (experts).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_engine.config.schema import ModelConfig, ParallelConfig
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+
+_PARTS = ("embedding", "head", "mtp")  # the words of `pipeline.stages`, besides numbers of layers
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ class StageSpec:
     num_stages: int
     layers: tuple[int, ...]
     embedding: bool  # the embedding table: as the input, for MTP, or as a tied head
-    head: bool  # final norm, output head and MTP modules
-    mtp: tuple[int, ...] = ()
+    head: bool  # final norm, output head and main loss
+    mtp: tuple[int, ...] = ()  # modules of multi-token prediction, which need the output head too
 
     @property
     def first(self) -> bool:
@@ -113,6 +117,89 @@ class StageSpec:
     @property
     def last(self) -> bool:
         return self.index == self.num_stages - 1
+
+
+def stages_of(model: ModelConfig, pipeline: PipelineConfig, num_stages: int) -> list[StageSpec]:
+    """The stages as `pipeline.stages` describes them, or as even as possible where it says nothing.
+
+    Raises ConfigError, with what would work, unless they cover the model exactly and in its order.
+    """
+    if not pipeline.stages:
+        return split_stages(model, num_stages)
+    read = [_read_stage(text) for text in pipeline.stages]
+    problems = _stage_problems(model, pipeline.stages, read, num_stages)
+    if problems:
+        shown = f"pipeline.stages=[{','.join(pipeline.stages)}]"
+        blocks = model.num_layers + (model.mtp_depth > 0)
+        works = (
+            f"use pipeline.stages=[{','.join(_described(split_stages(model, num_stages)))}]"
+            if blocks >= num_stages
+            else (f"use fewer stages than {num_stages}, or more layers")
+        )
+        raise ConfigError("\n".join(f"{shown}: {problem}; {works}" for problem in problems))
+    stages, start = [], 0
+    for i, (words, layers) in enumerate(read):
+        mtp = tuple(range(model.mtp_depth)) if "mtp" in words else ()
+        stages.append(
+            StageSpec(
+                index=i,
+                num_stages=num_stages,
+                layers=tuple(range(start, start + layers)),
+                embedding="embedding" in words or bool(mtp) or ("head" in words and model.tied_head),
+                head="head" in words,
+                mtp=mtp,
+            )
+        )
+        start += layers
+    return stages
+
+
+def _read_stage(text: str) -> tuple[list[str], int]:
+    """`embedding+2L` -> (["embedding"], 2)."""
+    words = [word.removesuffix("L") for word in text.replace(" ", "").split("+")]
+    return [word for word in words if not word.isdecimal()], sum(int(word) for word in words if word.isdecimal())
+
+
+def _stage_problems(
+    model: ModelConfig, texts: Sequence[str], read: Sequence[tuple[list[str], int]], num_stages: int
+) -> list[str]:
+    """What is wrong with a description, a line each."""
+    unknown = sorted({word for words, _ in read for word in words} - set(_PARTS))
+    if unknown:
+        return [
+            f"{unknown[0]!r} is no part of a model; a stage is made of embedding, layers (3L for three), head and mtp"
+        ]
+    problems = []
+    if len(read) != num_stages:
+        problems.append(f"describes {len(read)} stages, and the schedule has {num_stages}")
+    layers = [count for _, count in read]
+    if sum(layers) != model.num_layers:
+        problems.append(f"has {sum(layers)} layers, and the model has model.num_layers={model.num_layers}")
+    problems += [f"stage {i} ({texts[i]}) is empty" for i, (words, count) in enumerate(read) if not words and not count]
+    place = {part: [i for i, (words, _) in enumerate(read) for word in words if word == part] for part in _PARTS}
+    for part, wanted in (("embedding", 1), ("head", 1), ("mtp", int(model.mtp_depth > 0))):
+        if len(place[part]) != wanted:
+            depth = f" with model.mtp_depth={model.mtp_depth}" if part == "mtp" else ""
+            problems.append(f"names {part} on {len(place[part])} stages, and it sits on {wanted}{depth}")
+            return problems
+    if place["embedding"] != [0]:
+        problems.append(f"has the embedding on stage {place['embedding'][0]}, and it comes first, on stage 0")
+    last_layer = max((i for i, count in enumerate(layers) if count), default=0)
+    if place["head"][0] < last_layer:
+        problems.append(f"has the head on stage {place['head'][0]}, and layers after it, on stage {last_layer}")
+    if place["mtp"] and place["mtp"][0] < place["head"][0]:
+        problems.append(f"has mtp on stage {place['mtp'][0]}, before the head on stage {place['head'][0]}")
+    return problems
+
+
+def _described(stages: Sequence[StageSpec]) -> list[str]:
+    """The words of `pipeline.stages` for some stages."""
+    found = []
+    for stage in stages:
+        words = ["embedding"] if stage.first else []
+        words += [f"{len(stage.layers)}L"] if stage.layers else []
+        found.append("+".join(words + ["head"] * stage.head + ["mtp"] * bool(stage.mtp)))
+    return found
 
 
 def split_stages(model: ModelConfig, num_stages: int) -> list[StageSpec]:
@@ -176,7 +263,8 @@ class Placement:
         for stage in self.stages:
             parts = [f"layers.{i}" for i in stage.layers] + [f"mtp.{k}" for k in stage.mtp]
             parts += ["embedding"] if stage.embedding else []
-            parts += ["norm", "head"] if stage.head else []
+            parts += ["norm"] if stage.head else []
+            parts += ["head"] if stage.head or stage.mtp else []
             for part in parts:
                 held.setdefault(part, set()).update(self.rank_of_stage[stage.index])
         return {part: tuple(sorted(ranks)) for part, ranks in held.items()}

@@ -24,7 +24,7 @@ from moe_engine.config.load import to_yaml
 from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.distributed.groups import Groups, build_groups
-from moe_engine.layout import Layout, Placement, split_stages
+from moe_engine.layout import Layout, Placement, stages_of
 from moe_engine.model.batch import Batch, ItemCounts, count_items
 from moe_engine.model.names import named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
@@ -94,7 +94,7 @@ class Trainer:
     def _groups(self, rank: int, log: CollectiveLog | None) -> Groups:
         pipeline, pp = self.config.pipeline, self.config.parallel.pp
         stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp, pipeline.virtual_stages)
-        specs = split_stages(self.config.model, 1 + max(map(max, stages_of_rank)))
+        specs = stages_of(self.config.model, pipeline, 1 + max(map(max, stages_of_rank)))
         placement = Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
         return build_groups(Layout.of(self.config.parallel), placement, rank, log)
 

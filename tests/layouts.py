@@ -61,6 +61,7 @@ class Case:
     virtual_stages: int = 1
     overlap: bool = True
     recompute: str = "none"  # a mode, or parts with commas between
+    stages: tuple[str, ...] = ()
     layers: int = 4
     rows: int = GLOBAL_BATCH  # sequences a step, over all ranks
     model: str = "v3"  # a key of MODELS
@@ -76,6 +77,7 @@ class Case:
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [word for word, on in (("tied", self.tied), ("skew", self.skew), ("padding", self.padding)) if on]
         words += [] if self.overlap else ["plain"]
+        words += [":".join(self.stages)] if self.stages else []
         words += [f"layers{self.layers}"] if self.layers != 4 else []
         words += [self.model] if self.model != "v3" else []
         words += ["z"] if self.z_loss else []
@@ -320,4 +322,5 @@ def one_process(case: Case) -> Case:
         micro_batch=case.rows,
         combine="dedup",
         recompute="none",
+        stages=(),
     )

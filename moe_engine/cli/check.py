@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moe_engine.config.load import to_yaml
 from moe_engine.config.schema import Config
-from moe_engine.layout import Layout, Placement, StageSpec, split_stages
+from moe_engine.layout import Layout, Placement, StageSpec, stages_of
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.flops import parameter_count, sequence_flops
 from moe_engine.planner.memory import RankMemory, rank_memory
@@ -45,7 +45,7 @@ def describe(config: Config) -> str:
 def _placement(config: Config) -> Placement:
     pipeline = config.pipeline
     stages_of_rank = schedules.stage_of_rank(pipeline.schedule, config.parallel.pp, pipeline.virtual_stages)
-    specs = split_stages(config.model, 1 + max(map(max, stages_of_rank)))
+    specs = stages_of(config.model, config.pipeline, 1 + max(map(max, stages_of_rank)))
     return Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
 
 

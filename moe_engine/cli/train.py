@@ -13,7 +13,7 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.config.schema import Config
 from moe_engine.config.validate import resolve, validate
-from moe_engine.layout import Layout
+from moe_engine.layout import Layout, stages_of
 from moe_engine.schedule import schedules
 
 SUMMARY = "train a model: on this machine, or as one of the ranks of torchrun or Slurm"
@@ -130,7 +130,9 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
     except ConfigError as error:
         raise ConfigError(_in_sequences(str(error), config)) from None
     stages, blocks = schedules.num_stages(name, pp, virtual_stages), model.num_layers + (model.mtp_depth > 0)
-    if stages > blocks:
+    if config.pipeline.stages:
+        stages_of(model, config.pipeline, stages)
+    elif stages > blocks:
         raise ConfigError(
             f"parallel.pp={pp}: with pipeline.schedule={name} the model is cut into {stages} stages, and it has blocks "
             f"for {blocks}; use model.num_layers={stages} or more, or a smaller parallel.pp"

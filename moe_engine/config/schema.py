@@ -126,6 +126,9 @@ class PipelineConfig:
 
     schedule: str = "1f1b"  # a name that `schedule.schedules` knows
     virtual_stages: int = 1  # stages a rank holds; only interleaved_1f1b leaves it free
+    # What each stage holds, in the order of the model: [embedding+2L,3L,2L,1L+head+mtp], 2L for two layers.
+    # Empty: evenly.
+    stages: list[str] = field(default_factory=list)
     overlap: bool = True  # weave the halves of a pair [F&B] phase by phase; the same bits either way
     micro_batches: int | None = None  # per data-parallel rank and step; derived for `train`, refused if it disagrees
 

@@ -204,8 +204,8 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
         rules.refuse("parallel.cp", "context parallelism is not built yet; use parallel.cp=1")
     if rules["parallel.zero"] != 1:
         rules.refuse("parallel.zero", "optimizer states are always sharded (ZeRO-1); use parallel.zero=1")
-    if rules.sound("parallel.pp", "model.num_layers", "model.mtp_depth"):
-        # Every stage has a block; MTP blocks are all on the last one.
+    if rules.sound("parallel.pp", "model.num_layers", "model.mtp_depth") and not rules["pipeline.stages"]:
+        # Split evenly, every stage has a block; MTP blocks are all on the last one.
         most = rules["model.num_layers"] + (rules["model.mtp_depth"] > 0)
         if rules["parallel.pp"] > most:
             rules.refuse("parallel.pp", f"the model has blocks for {most} stages; use parallel.pp={most} or less")

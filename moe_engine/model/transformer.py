@@ -85,7 +85,7 @@ class Seams:
 
 
 class Stage(nn.Module):
-    """The layers of one pipeline stage; the first also embeds, the last also holds the head, the loss and MTP."""
+    """The layers of one pipeline stage; where its spec says so also embedding, head with the main loss, and MTP."""
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class Stage(nn.Module):
         self.embedding = Table(model.vocab_size, model.dim, dtype, device) if spec.embedding else None
         self.layers = nn.ModuleDict({str(i): block(i < model.num_dense_layers) for i in spec.layers})
         self.norm = RMSNorm(model.dim, model.norm_eps, dtype, device) if spec.head else None
-        self.head = Table(model.vocab_size, model.dim, dtype, device) if spec.head and not model.tied_head else None
+        own_head = (spec.head or bool(spec.mtp)) and not model.tied_head
+        self.head = Table(model.vocab_size, model.dim, dtype, device) if own_head else None
         self.mtp = nn.ModuleDict({str(k): MTPModule(model, block(False), dtype, device) for k in spec.mtp})
 
     @property
@@ -117,9 +118,11 @@ class Stage(nn.Module):
         return next(self.parameters()).device
 
     def share(self, other: Stage) -> None:
-        """Use the embedding table of another stage on this rank (one parameter, one gradient)."""
+        """Use the tables of another stage on this rank (one parameter, one gradient)."""
         if self.embedding is not None and other.embedding is not None:
             self.embedding = other.embedding
+        if self.head is not None and other.head is not None:
+            self.head = other.head
 
     def moe_layers(self) -> dict[str, MoELayer]:
         """The MoE layers by global name."""
@@ -153,7 +156,7 @@ class Stage(nn.Module):
         """The forward, with a stop at each exchange of its blocks; `label` goes into the collective log."""
         context = sequence_context(batch, self.model, self.dtype)
         aux_sums: list[Tensor] = []
-        losses: list[Tensor] = []
+        losses: dict[int, Tensor] = {}  # per token, by depth: 0 is the main loss
         if x is None:
             x = self._embed(batch.tokens[0], seams)
         for index, layer in self.layers.items():
@@ -161,26 +164,26 @@ class Stage(nn.Module):
             x, aux = yield from layer.walk(x, context, queue, f"layers.{index} {label}")
             aux_sums += [] if aux is None else [aux]
         if self.norm is not None:
-            losses.append(self._token_losses(self.norm, x, batch.labels[0], seams))
-            # A batch that carries no inputs for MTP (evaluation, generation) skips those modules.
-            for k, module in zip(range(1, batch.tokens.shape[0]), self.mtp.values(), strict=False):
-                assert isinstance(module, MTPModule)
-                losses[-1] = seams.cut(losses[-1])
-                embedded = self._embed(batch.tokens[k], seams)
-                x, aux = yield from module.walk(x, embedded, context, queue, f"mtp.{k - 1} {label}")
-                aux_sums += [] if aux is None else [aux]
-                losses.append(self._token_losses(module.norm, x, batch.labels[k], seams))
+            losses[0] = self._token_losses(self.norm, x, batch.labels[0], seams)
+        # A batch that carries no inputs for MTP (evaluation, generation) skips those modules.
+        for depth, module in zip(range(1, batch.tokens.shape[0]), self.mtp.values(), strict=False):
+            assert isinstance(module, MTPModule)
+            losses = {earlier: seams.cut(values) for earlier, values in losses.items()}
+            embedded = self._embed(batch.tokens[depth], seams)
+            x, aux = yield from module.walk(x, embedded, context, queue, f"mtp.{depth - 1} {label}")
+            aux_sums += [] if aux is None else [aux]
+            losses[depth] = self._token_losses(module.norm, x, batch.labels[depth], seams)
         return self._output(x, losses, aux_sums, rule, batch.labels.shape[0])
 
     def _output(
-        self, x: Tensor, losses: list[Tensor], aux_sums: list[Tensor], rule: LossRule, depths: int
+        self, x: Tensor, losses: dict[int, Tensor], aux_sums: list[Tensor], rule: LossRule, depths: int
     ) -> StageOutput:
         """The loss terms put together: per-token losses [T] of each depth, balance and z-losses [2] of the layers."""
         aux = [rule.aux(value) for value in aux_sums]
-        terms = [rule.depth(depth, values) for depth, values in enumerate(losses)]
+        terms = [rule.depth(depth, values) for depth, values in losses.items()]
         terms += [value.sum() for value in aux]
         loss_sums = torch.zeros(2, depths, dtype=torch.int64, device=x.device)
-        for depth, values in enumerate(losses):
+        for depth, values in losses.items():
             loss_sums[:, depth] = fixed_point_sum(values)
         return StageOutput(
             x=x,

@@ -225,7 +225,7 @@ class Executor:
             step.live[stage, m] = live
         if stage + 1 < self.num_stages:
             self._give(step, Item(Output.ACTIVATION, m, stage), stage + 1, output.x.detach())
-        elif not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self.stages[stage].spec.head:
             step.sums.hidden[m] = output.x
 
     def _turn_back(self, step: _Step, stage: int, m: int) -> _Whole | CutMicroBatch:

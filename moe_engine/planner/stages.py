@@ -44,8 +44,8 @@ class Cut:
     def _parts_of(self, stage: StageSpec) -> list[str]:
         names = ["embedding"] if stage.embedding else []
         names += [f"layers.{i}" for i in stage.layers] + [f"mtp.{k}" for k in stage.mtp]
-        if stage.head:
-            names += ["norm"] if self.model.tied_head else ["norm", "head"]
+        names += ["norm"] if stage.head else []
+        names += ["head"] if (stage.head or stage.mtp) and not self.model.tied_head else []
         return names
 
     def _held(self, part: str, stage: StageSpec) -> Held:

@@ -96,6 +96,20 @@ def all_layouts() -> list[Case]:
     return found
 
 
+def uneven() -> list[Case]:
+    """Stages of any size: embedding, head and MTP by themselves or together, several stages a rank."""
+    apart, full, front = ("embedding", "4L", "head", "mtp"), ("embedding+3L", "1L+head+mtp"), ("embedding+4L", "mtp+head")
+    return [
+        Case(4, 1, 1, "1f1b", stages=apart),
+        Case(4, 2, 2, "zb_h1", stages=("embedding+1L", "2L", "1L+head", "mtp"), tied=True),
+        Case(2, 2, 2, "dualpipe", stages=front, skew=True),
+        Case(2, 2, 2, "dualpipev", stages=apart, tied=True, padding=True),
+        Case(2, 2, 1, "interleaved_1f1b", virtual_stages=2, stages=("embedding", "1L", "3L", "head+mtp"), tied=True),
+        Case(2, 2, 2, "overlapped_1f1b", stages=full),
+        Case(1, 2, 2, "dualpipev", stages=("embedding+4L+head", "mtp"), mtp_depth=2),
+    ]
+
+
 def in_pairs() -> list[Case]:
     """DualPipe, each stage on two ranks, up to eight stages; and the other schedules with pairs."""
     small = [
@@ -124,7 +138,7 @@ def other_models() -> list[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("case", all_layouts() + in_pairs() + other_models(), ids=str)
+@pytest.mark.parametrize("case", all_layouts() + in_pairs() + uneven() + other_models(), ids=str)
 def test_every_layout_equals_one_process(case: Case, precision: str) -> None:
     case = replace(case, precision=precision)
     record = run(case)

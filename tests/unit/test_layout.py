@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
-from moe_engine.config.schema import ModelConfig, ParallelConfig
-from moe_engine.layout import Layout, Placement, part_of, split_stages
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from moe_engine.layout import Layout, Placement, part_of, split_stages, stages_of
 from moe_engine.schedule import schedules
 
 LAYOUTS = [
@@ -146,3 +147,63 @@ def test_part_of_a_name() -> None:
     assert part_of("layers.12.moe.experts.3.down") == "layers.12"
     assert part_of("mtp.0.block.attention.out.weight") == "mtp.0"
     assert part_of("embedding.weight") == "embedding"
+
+
+def described(model: ModelConfig, *stages: str, num_stages: int = 3) -> list[tuple[int, bool, bool, bool]]:
+    """(layers, embedding table, head, MTP) of each stage."""
+    found = stages_of(model, PipelineConfig(stages=list(stages)), num_stages)
+    assert [i for stage in found for i in stage.layers] == list(range(model.num_layers))
+    return [(len(stage.layers), stage.embedding, stage.head, bool(stage.mtp)) for stage in found]
+
+
+def test_stages_as_described() -> None:
+    plain, mtp = ModelConfig(num_layers=4), ModelConfig(num_layers=4, mtp_depth=2)
+    tied = ModelConfig(num_layers=4, tied_head=True)
+    assert described(plain, "embedding", "4L", "head") == [(0, True, False, False), (4, False, False, False),
+                                                          (0, False, True, False)]  # fmt: skip
+    assert described(mtp, "embedding+3L", "1L+head", "mtp") == [(3, True, False, False), (1, False, True, False),
+                                                                (0, True, False, True)]  # fmt: skip
+    assert described(tied, "1+embedding", "2 + 1L", "head")[2] == (0, True, True, False)
+    assert stages_of(mtp, PipelineConfig(), 3) == split_stages(mtp, 3)
+
+
+def test_an_own_head_of_mtp_is_held_where_its_modules_are() -> None:
+    model = ModelConfig(num_layers=2, mtp_depth=1)
+    stages = stages_of(model, PipelineConfig(stages=["embedding+2L", "head", "mtp"]), 3)
+    held = Placement(tuple(stages), ((0,), (1,), (2,)))
+    assert held.holders("head.weight") == (1, 2) and held.holders("norm.weight") == (1,)
+    assert held.holders("embedding.weight") == (0, 2) and held.holders("mtp.0.norm.weight") == (2,)
+
+
+@pytest.mark.parametrize(
+    ("stages", "rule"),
+    [
+        (["embedding+2L", "2L+head"], "describes 2 stages, and the schedule has 3"),
+        (["embedding+2L", "1L", "head"], "has 3 layers, and the model has model.num_layers=4"),
+        (["embedding+2L", "2L", ""], "'' is no part of a model"),
+        (["embedding+2L", "2L+heads", "head"], "'heads' is no part of a model"),
+        (["embedding+-2L", "2L", "head"], "'-2' is no part of a model"),
+        (["embedding+4L+head", "0L", "0L"], "stage 2 (0L) is empty"),
+        (["embedding+2L", "2L", "mtp"], "names head on 0 stages"),
+        (["embedding+2L", "embedding", "2L+head"], "names embedding on 2 stages"),
+        (["embedding+2L", "2L", "head+mtp"], "names mtp on 1 stages, and it sits on 0 with model.mtp_depth=0"),
+        (["2L", "embedding", "2L+head"], "has the embedding on stage 1"),
+        (["embedding+2L", "head", "2L"], "has the head on stage 1, and layers after it, on stage 2"),
+    ],
+)
+def test_stages_that_do_not_cover_the_model_are_refused_with_what_works(stages: list[str], rule: str) -> None:
+    model = ModelConfig(num_layers=4)
+    with pytest.raises(ConfigError) as error:
+        stages_of(model, PipelineConfig(stages=stages), 3)
+    lines = str(error.value).splitlines()
+    assert all(line.startswith(f"pipeline.stages=[{','.join(stages)}]: ") for line in lines)
+    assert any(rule in line for line in lines), lines
+    assert all(line.endswith("; use pipeline.stages=[embedding+2L,1L,1L+head]") for line in lines)
+
+
+def test_mtp_before_the_head_is_refused() -> None:
+    model = ModelConfig(num_layers=2, mtp_depth=1)
+    with pytest.raises(ConfigError, match=r"has mtp on stage 0, before the head on stage 1"):
+        stages_of(model, PipelineConfig(stages=["embedding+2L+mtp", "head"]), 2)
+    with pytest.raises(ConfigError, match=r"names mtp on 0 stages, and it sits on 1 with model.mtp_depth=1"):
+        stages_of(model, PipelineConfig(stages=["embedding+2L", "head"]), 2)
