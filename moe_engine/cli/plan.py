@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.load import choices, groups, load
+from moe_engine.config.load import load
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
 from moe_engine.planner import report
 from moe_engine.planner.answer import answer
@@ -40,7 +41,6 @@ class PlanConfig:
 
 
 def help_text() -> str:
-    available = "\n".join(f"  {group + '=':<13} {' | '.join(choices(group))}" for group in groups("plan"))
     return f"""usage: moe-engine plan [group=choice …] [section.option=value …]
 
 Print what a run will need and how fast it will be: bytes on the ranks of every pipeline stage by part, time of a step
@@ -48,7 +48,7 @@ by part with the bubble of the real schedule, tokens per second, MFU, days and G
 loaded.
 
 groups of ready choices:
-{available}
+{available("plan")}
 
 options:
   cluster.gpus=2048         cards; also cluster.gpus_per_node, cluster.link_gb_s, cluster.network_gb_s, cluster.topology

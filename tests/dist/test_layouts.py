@@ -59,7 +59,7 @@ FEW = [
     Case(pp=2, dp=4, ep=2, skew=True),
     Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
-    Case(pp=4, dp=1, schedule="dualpipe"),
+    Case(pp=4, dp=1, schedule="dualpipe", stages=("embedding", "3L", "1L+head", "mtp")),
     Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact"),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True),

@@ -20,7 +20,7 @@ from moe_engine.trainer import Trainer
 
 # A dense block at the front, MTP and the loss at the end, stages of different numbers of blocks.
 CASES = [
-    Case(dp=2, ep=2, schedule="overlapped_1f1b", precision="fp32", tied=True),
+    Case(dp=2, ep=2, schedule="overlapped_1f1b", precision="fp32", tied=True, recompute="selective"),
     Case(dp=2, ep=2, schedule="dualpipev", precision="bf16", combine="exact", mtp_depth=2, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", precision="bf16", tied=True, padding=True),
 ]
