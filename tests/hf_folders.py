@@ -18,8 +18,12 @@ from moe_engine.config.huggingface import huggingface_config
 from moe_engine.config.huggingface_families import family_of
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
+from moe_engine.model.attention import sequence_context
 from moe_engine.model.batch import Batch, count_items
+from moe_engine.model.block import follow
+from moe_engine.model.mtp import MTPModule
 from moe_engine.model.transformer import LossRule, Stage
+from moe_engine.ops.embedding import embedding
 
 
 def our_stage(weights: Weights, dtype: torch.dtype = torch.float32) -> Stage:
@@ -89,6 +93,12 @@ V2 = replace(
     num_shared_experts=2,
 )  # fmt: skip
 
+MIXTRAL = replace(
+    V2, attention="gqa", num_heads=4, num_kv_heads=2, head_dim=8, rope_style="halves", num_dense_layers=0,
+    num_shared_experts=0, num_groups=1, top_groups=1, normalize_weights=True, route_scale=1.0,
+)  # fmt: skip
+QWEN3 = replace(MIXTRAL, qk_norm=True, normalize_weights=False)
+
 
 def random_tensors(
     model: ModelConfig, fused: bool = False, dtype: torch.dtype = torch.float32, std: float = 1.0
@@ -109,3 +119,15 @@ def random_tensors(
 
 def random_folder(folder: Path, model: ModelConfig = V3, files: int = 1, **how: Any) -> Path:
     return write_folder(folder, huggingface_config(model), random_tensors(model, **how), files)
+
+
+@torch.no_grad()
+def our_mtp_states(weights: Weights, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """What the head reads of the first MTP module [B, S, D], for a hidden state [B, S, D] and tokens [B, S]."""
+    stage, batch = our_stage(weights), batch_of(tokens)
+    module = stage.mtp["0"]
+    assert isinstance(module, MTPModule) and stage.embedding is not None
+    context = sequence_context(batch, weights.model, torch.float32)
+    embedded = embedding(tokens.reshape(-1), stage.embedding.weight)
+    x, _ = follow(module.walk(hidden.flatten(0, 1), embedded, context))
+    return module.norm(x).view(hidden.shape)

@@ -82,7 +82,7 @@ def require_room(path: Path, needed: int, option: str = "run.dir") -> None:
     if free < needed:
         raise ConfigError(
             f"checkpoint={path}: {needed:,} bytes are needed and {free:,} are free; "
-            f"free some space or set {option} to another disk"
+            f"free some space or give another {option}"
         )
 
 

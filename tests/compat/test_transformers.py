@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_folders import equal, our_logits, relative, tensors_of
+from hf_folders import equal, our_logits, our_mtp_states, relative, tensors_of
 
 pytest.importorskip("transformers")
 
@@ -24,6 +24,7 @@ from hf_models import (  # noqa: E402
     opened,
     random_model,
 )
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from moe_engine.checkpoint.huggingface.writer import write_huggingface  # noqa: E402
 from moe_engine.checkpoint.weights import open_weights, write_checkpoint  # noqa: E402
@@ -114,3 +115,19 @@ def test_bf16_folder_keeps_its_bits(tmp_path: Path) -> None:
     back, there = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source")
     assert back.keys() == there.keys() and all(torch.equal(back[key].float(), there[key].float()) for key in there)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_mtp_module_is_that_of_transformers(tmp_path: Path) -> None:
+    """From the same hidden state and tokens; transformers reads the folder's MTP layer by itself."""
+    from transformers.modeling_layers import MtpModel
+
+    random_model(V3).save_pretrained(tmp_path / "source")
+    add_mtp(tmp_path / "source")
+    main = AutoModelForCausalLM.from_pretrained(tmp_path / "source", attn_implementation="eager").eval()
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]  # how transformers knows MTP layers
+    hidden = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        theirs = MtpModel.from_pretrained(main).eval()
+        right = theirs.forward_layer(0, hidden, torch.arange(20)[None], None, input_ids=tokens(20))
+    weights = open_weights(tmp_path / "source")
+    assert relative(our_mtp_states(weights, hidden, tokens(20)), right) < BOUND

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hf_folders import V2, V3, equal, our_logits, random_folder, random_tensors, tensors_of, write_folder
+from hf_folders import (
+    MIXTRAL,
+    QWEN3,
+    V2,
+    V3,
+    equal,
+    our_logits,
+    random_folder,
+    random_tensors,
+    tensors_of,
+    write_folder,
+)
 
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
 from moe_engine.checkpoint.huggingface.writer import write_huggingface
@@ -33,6 +46,8 @@ MODELS = {
     "v3, two MTP modules, tied": replace(V3, mtp_depth=2, tied_head=True),
     "v3, square matrices": replace(V3, dense_hidden=32, expert_hidden=32, kv_lora_rank=32, q_lora_rank=32),
     "v2": V2,
+    "mixtral": MIXTRAL,
+    "qwen3": QWEN3,
 }
 
 
@@ -328,6 +343,37 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="damaged"):
             write(weights, tmp_path / "out", None, SMALL_SHARD)
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_SHARD // 2, hard))
+    try:
+        for write in (write_checkpoint, write_huggingface):
+            with pytest.raises(ConfigError, match="cannot be written .*free some space or choose another folder"):
+                write(weights, tmp_path / "out", None, SMALL_SHARD)
+            assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_disk_without_room_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=100))
+    with pytest.raises(ConfigError, match="and 100 are free; free some space or give another to"):
+        write_huggingface(weights, tmp_path / "out", None, SMALL_SHARD)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / "weights_0.safetensors").write_text("half")
+    write_checkpoint(weights, tmp_path / "out", None, SMALL_SHARD)
+    assert not left.exists() and open_weights(tmp_path / "out").shapes == weights.shapes
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from hf_folders import V2, V3
+from hf_folders import MIXTRAL, QWEN3, V2, V3
 
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, names
 from moe_engine.config.huggingface_families import family_of
@@ -23,6 +24,9 @@ MODELS = {
     "v3, all layers dense": replace(V3, num_dense_layers=3, mtp_depth=0),
     "v3, square": replace(V3, dense_hidden=32, expert_hidden=32),
     "v2": V2,
+    "mixtral": MIXTRAL,
+    "qwen3": QWEN3,
+    "qwen3, first layer dense": replace(QWEN3, num_dense_layers=1),
 }
 
 
@@ -78,3 +82,29 @@ def test_names_of_deepseek_v3() -> None:
         "model.layers.3.embed_tokens.weight",
         "model.layers.3.shared_head.head.weight",
     }
+
+
+DEEPSEEK_V3 = ModelConfig(
+    vocab_size=129280, dim=7168, num_layers=61, num_dense_layers=3, dense_hidden=18432, num_heads=128, q_lora_rank=1536,
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_experts=256, top_k=8,
+    expert_hidden=2048, num_groups=8, top_groups=4,
+)  # fmt: skip
+MIXTRAL_8X7B = ModelConfig(
+    vocab_size=32000, dim=4096, num_layers=32, num_dense_layers=0, attention="gqa", num_heads=32, num_kv_heads=8,
+    head_dim=128, num_experts=8, top_k=2, expert_hidden=14336, num_shared_experts=0, score_function="softmax",
+)  # fmt: skip
+QWEN3_30B = ModelConfig(
+    vocab_size=151936, dim=2048, num_layers=48, num_dense_layers=0, attention="gqa", num_heads=32, num_kv_heads=4,
+    head_dim=128, qk_norm=True, num_experts=128, top_k=8, expert_hidden=768, num_shared_experts=0,
+    score_function="softmax",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [(DEEPSEEK_V3, 671_026_404_352), (MIXTRAL_8X7B, 46_702_792_704), (QWEN3_30B, 30_532_110_336 + 12_288)],
+    ids=["DeepSeek-V3", "Mixtral-8x7B", "Qwen3-30B-A3B"],
+)
+def test_published_models_have_their_published_sizes(model: ModelConfig, parameters: int) -> None:
+    shapes = {name: mapped.shape for name, mapped in both(model).tensors.items() if not name.endswith("expert_bias")}
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
