@@ -15,15 +15,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from moe_kernels import fp8_format, reference
-from moe_kernels.reference import (
-    gemm,
-    matmul_dtype,
-    permute,
-    swiglu,
-    swiglu_backward,
-    unpermute,
-    wgrad,
-)
+from moe_kernels.reference import gemm, matmul_dtype, wgrad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,13 +40,23 @@ grouped_gemm = _by_device(reference.grouped_gemm)
 grouped_gemm_fp8 = _by_device(reference.grouped_gemm_fp8)
 grouped_wgrad = _by_device(reference.grouped_wgrad)
 grouped_wgrad_fp8 = _by_device(reference.grouped_wgrad_fp8)
-quantize_rows = _by_device(reference.quantize_rows)
+permute = _by_device(reference.permute)
+permute_fp8 = _by_device(reference.permute_fp8)
 quantize_blocks = _by_device(reference.quantize_blocks)
 quantize_columns = _by_device(reference.quantize_columns)
+quantize_rows = _by_device(reference.quantize_rows)
 quantize_rows_and_columns = _by_device(reference.quantize_rows_and_columns)
-dequantize_rows = reference.dequantize_rows
+route = _by_device(reference.route)
+swiglu = _by_device(reference.swiglu)
+swiglu_backward = _by_device(reference.swiglu_backward)
+swiglu_backward_fp8 = _by_device(reference.swiglu_backward_fp8)
+swiglu_backward_recompute = _by_device(reference.swiglu_backward_recompute)
+swiglu_fp8 = _by_device(reference.swiglu_fp8)
+unpermute = _by_device(reference.unpermute)
+unpermute_fp8 = _by_device(reference.unpermute_fp8)
 dequantize_blocks = reference.dequantize_blocks
 dequantize_columns = reference.dequantize_columns
+dequantize_rows = reference.dequantize_rows
 
 __all__ = [
     "dequantize_blocks",
@@ -68,12 +70,18 @@ __all__ = [
     "grouped_wgrad_fp8",
     "matmul_dtype",
     "permute",
+    "permute_fp8",
     "quantize_blocks",
     "quantize_columns",
     "quantize_rows",
     "quantize_rows_and_columns",
+    "route",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_fp8",
+    "swiglu_backward_recompute",
+    "swiglu_fp8",
     "unpermute",
+    "unpermute_fp8",
     "wgrad",
 ]

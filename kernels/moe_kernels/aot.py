@@ -26,7 +26,16 @@ from triton.compiler import ASTSource
 from moe_kernels.device.tuning import Variant
 from moe_kernels.sass import Code, estimate, parse
 
-MODULES = ("quantize", "grouped_gemm", "grouped_gemm_fp8", "grouped_wgrad", "grouped_wgrad_fp8")
+MODULES = (
+    "quantize",
+    "grouped_gemm",
+    "grouped_gemm_fp8",
+    "grouped_wgrad",
+    "grouped_wgrad_fp8",
+    "swiglu",
+    "permute",
+    "route",
+)
 HOPPER = 90
 
 

@@ -31,8 +31,15 @@ LENGTH_CEILINGS = {
     "quantize_columns": 850,
     "quantize_blocks": 950,
     "quantize_rows": 300,
+    "swiglu_backward_fp8": 920,
+    "swiglu_backward_recompute": 660,
+    "swiglu_fp8": 800,
+    "swiglu": 680,
+    "permute": 110,
+    "unpermute": 350,
+    "route": 2300,
 }
-FAST_SUBSET = ("quantize_rows", "gemm fprop 128x", "gemm_fp8 128x", "gemm_fp8 64x", "wgrad_fp8 128x")
+FAST_SUBSET = ("quantize_rows", "gemm fprop 128x", "gemm_fp8 128x", "gemm_fp8 64x", "wgrad_fp8 128x", "swiglu_fp8")
 
 
 def compile_all(*arguments: str) -> list[dict[str, Any]]:
@@ -49,8 +56,9 @@ def check(row: dict[str, Any]) -> None:
     assert row["shared"] <= SHARED, name
     if ceiling := next((n for start, n in LENGTH_CEILINGS.items() if name.startswith(start)), None):
         assert row["instructions"] <= ceiling, (name, row["instructions"])
-        narrow = sum(count for access, count in row["accesses"].items() if not access.endswith(".128"))
-        assert narrow <= 5, (name, row["accesses"])  # scales and group sizes
+        if name.startswith(("quantize", "swiglu")):  # all but scales, weights and group sizes in 128 bits
+            narrow = sum(count for access, count in row["accesses"].items() if not access.endswith(".128"))
+            assert narrow <= 8, (name, row["accesses"])
     if "gemm" in name or "wgrad" in name:
         check_product(row)
 

@@ -1,6 +1,14 @@
 """Every op in plain torch: the specification, the CPU path and the oracle of the tests."""
 
-from moe_kernels.reference.fp8 import grouped_gemm_fp8, grouped_wgrad_fp8
+from moe_kernels.reference.fp8 import (
+    grouped_gemm_fp8,
+    grouped_wgrad_fp8,
+    permute_fp8,
+    swiglu_backward_fp8,
+    swiglu_backward_recompute,
+    swiglu_fp8,
+    unpermute_fp8,
+)
 from moe_kernels.reference.quantize import (
     dequantize_blocks,
     dequantize_columns,
@@ -10,6 +18,7 @@ from moe_kernels.reference.quantize import (
     quantize_rows,
     quantize_rows_and_columns,
 )
+from moe_kernels.reference.route import route
 from moe_kernels.reference.wide import (
     gemm,
     grouped_gemm,
@@ -33,12 +42,18 @@ __all__ = [
     "grouped_wgrad_fp8",
     "matmul_dtype",
     "permute",
+    "permute_fp8",
     "quantize_blocks",
     "quantize_columns",
     "quantize_rows",
     "quantize_rows_and_columns",
+    "route",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_fp8",
+    "swiglu_backward_recompute",
+    "swiglu_fp8",
     "unpermute",
+    "unpermute_fp8",
     "wgrad",
 ]

@@ -1,8 +1,8 @@
-"""Grouped matrix products of block-scaled fp8 operands, in plain torch.
+"""Grouped products, SwiGLU and permutation with block-scaled fp8 operands, in plain torch.
 
-Codes are widened to fp32 with their scales and multiplied by the fp32 products of `wide`: a CPU has no instructions
-for fp8, and this is the fast way. A device multiplies codes and adds up each 128 products before it scales; the two
-differ by the rounding of fp32 sums.
+A CPU has no instructions for fp8: products widen their codes to fp32 with the scales and use the fp32 products of
+`wide`, which is the fast way. A device multiplies codes and adds up each 128 products before it scales; the two differ
+by the rounding of fp32 sums.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.fp8_format import BLOCK, blocks
-from moe_kernels.reference.quantize import dequantize_blocks, dequantize_columns, dequantize_rows
-from moe_kernels.reference.wide import as_list, grouped_gemm
+from moe_kernels.fp8_format import BLOCK, FORWARD_AMAX, GRADIENT_AMAX, blocks
+from moe_kernels.reference.quantize import dequantize_blocks, dequantize_columns, dequantize_rows, quantize_rows
+from moe_kernels.reference.wide import as_list, grouped_gemm, permute, swiglu, swiglu_backward, unpermute
 
 
 def grouped_gemm_fp8(
@@ -63,3 +63,45 @@ def grouped_wgrad_fp8(
             grad[group].addmm_(d_wide[:, start:stop], a_wide[:, start:stop].T)
         start = stop
     return grad
+
+
+def swiglu_fp8(
+    gate_up: Tensor, weight: Tensor | None = None, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `swiglu` without rounding in between: codes [N, F], scales [ceil(F/128), N]."""
+    return quantize_rows(swiglu(gate_up.float(), weight), smallest_amax, power_of_two)
+
+
+def swiglu_backward_recompute(
+    d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`swiglu_backward`, and the activation [N, F] again, so that forward need not keep it."""
+    return (*swiglu_backward(d_out, gate_up, weight), swiglu(gate_up, weight))
+
+
+def swiglu_backward_fp8(
+    d_out: Tensor,
+    gate_up: Tensor,
+    weight: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    power_of_two: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """`swiglu_backward` and the activation again, both cast to fp8 by rows from fp32.
+
+    gate_up [N, 2F] in bf16, or codes with `gate_up_scale` [2F/128, N]. Returns the gradient's codes [N, 2F] and scales
+    (smallest amax for gradients), the weight's gradient [N] or None, the activation's codes [N, F] and scales.
+    """
+    wide = gate_up.float() if gate_up_scale is None else dequantize_rows(gate_up, gate_up_scale)
+    d_gate_up, d_weight = swiglu_backward(d_out.float(), wide, weight)
+    by_row = quantize_rows(d_gate_up, GRADIENT_AMAX, power_of_two)
+    return (*by_row, d_weight, *swiglu_fp8(wide, weight, FORWARD_AMAX, power_of_two))
+
+
+def permute_fp8(x: Tensor, x_scale: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """`permute` of codes x [R, D] with their scales [ceil(D/128), R]: source [N] -> [N, D], [ceil(D/128), N]."""
+    return permute(x.view(torch.uint8), source).view(x.dtype), x_scale.index_select(1, source)
+
+
+def unpermute_fp8(rows: Tensor, scale: Tensor, places: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`unpermute` of codes [N, D] with scales [ceil(D/128), N], summed in fp32 and rounded once to `dtype`."""
+    return unpermute(dequantize_rows(rows, scale), places).to(dtype)
