@@ -64,6 +64,11 @@ class Keys:
             return kind() if default is ... else default
         return value
 
+    def present(self, *names: str) -> None:
+        """Refuse files without these keys (null is allowed): absent, they mean one published model's value."""
+        rule = "must be in the file, if only as null, since its absence means a value of its own"
+        self.problems += [f"{name}: {rule}" for name in names if name not in self.left]
+
     def must(self, name: str, rule: str, *allowed: Any) -> None:
         """Refuse the key unless it is absent, null or one of `allowed`."""
         value = self.left.pop(name, None)
@@ -99,6 +104,7 @@ def read_common(keys: Keys) -> Values:
 
 def _deepseek(keys: Keys, common: Values) -> Values:
     """What DeepSeek-V2 and V3 share: latent attention, leading dense layers, shared experts."""
+    keys.present("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
     nope, rope = keys.take("qk_nope_head_dim", int), keys.take("qk_rope_head_dim", int)
     keys.must("mlp_bias", "MLPs have no biases here", False)
     keys.must("moe_layer_freq", "after the dense layers every layer has experts", 1)
@@ -125,6 +131,7 @@ def _deepseek(keys: Keys, common: Values) -> Values:
 
 
 def _deepseek_v3(keys: Keys, common: Values) -> Values:
+    keys.present("n_group", "topk_group")
     keys.must("scoring_func", "DeepSeek-V3 scores by sigmoid", "sigmoid")
     keys.must("topk_method", "DeepSeek-V3 balances by a bias without a loss", "noaux_tc")
     renamed = keys.take("num_mtp_layers", int, 0)
@@ -198,6 +205,7 @@ def _qwen3_moe(keys: Keys, common: Values) -> Values:
 
 
 def _gpt_oss(keys: Keys, common: Values) -> Values:
+    keys.present("head_dim", "sliding_window", "rope_parameters" if "rope_parameters" in keys.left else "rope_scaling")
     keys.must("swiglu_alpha", "the gain of gpt-oss's SwiGLU", 1.702)
     keys.left.pop("experts_per_token", None)  # the same as num_experts_per_tok
     types = keys.take("layer_types", list, ["sliding_attention", "full_attention"])

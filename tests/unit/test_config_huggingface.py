@@ -96,6 +96,16 @@ def test_what_the_engine_cannot_follow_is_refused_by_name(name: str, changes: di
     assert refusal(published(name, **changes)) == [line]
 
 
+@pytest.mark.parametrize(("name", "key"), [
+    ("deepseek_v3", "q_lora_rank"), ("deepseek_v3", "n_group"), ("deepseek_v3", "routed_scaling_factor"),
+    ("deepseek_v2_lite", "n_shared_experts"), ("gpt_oss_20b", "head_dim"), ("gpt_oss_20b", "rope_scaling"),
+])  # fmt: skip
+def test_keys_whose_absence_means_a_size_must_be_there(name: str, key: str) -> None:
+    hf = published(name)
+    del hf[key]
+    assert refusal(hf) == [f"{key}: must be in the file, if only as null, since its absence means a value of its own"]
+
+
 def yarn(**changes: Any) -> dict[str, Any]:
     rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096} | changes
     return published("deepseek_v3", rope_scaling=rope)
