@@ -12,25 +12,33 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
-from moe_kernels import fp8_format, reference
+import torch
+
+from moe_kernels import custom, fp8_format, reference
 from moe_kernels.reference import gemm, matmul_dtype, wgrad
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@functools.cache
+def _device_ops() -> Any:
+    """`moe_kernels.device`, or None where Triton is not installed."""
+    return importlib.import_module("moe_kernels.device") if importlib.util.find_spec("triton") else None
+
+
 def _by_device(op: Callable[P, R]) -> Callable[P, R]:
-    """`op` of `reference`; for tensors on a CUDA device, where Triton is installed, its namesake in `device`."""
+    """`op` of `reference`; for tensors on a CUDA device its namesake in `device`; as a custom op while compiling."""
 
     @functools.wraps(op)
     def pick(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return cast(R, custom.call(op.__name__, *args, **kwargs))
         first: Any = args[0]
-        if first.device.type == "cuda" and importlib.util.find_spec("triton"):
-            device = importlib.import_module("moe_kernels.device")
-            op_on_device: Callable[P, R] = getattr(device, op.__name__)
-            return op_on_device(*args, **kwargs)
+        if first.device.type == "cuda" and _device_ops() is not None:
+            return cast(R, getattr(_device_ops(), op.__name__)(*args, **kwargs))
         return op(*args, **kwargs)
 
     return pick
@@ -85,3 +93,5 @@ __all__ = [
     "unpermute_fp8",
     "wgrad",
 ]
+
+custom.register({name: op for name, op in globals().items() if name in __all__})

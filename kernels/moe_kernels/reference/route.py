@@ -33,9 +33,11 @@ def route(
     if top_groups < num_groups:
         grouped = biased.unflatten(1, (num_groups, -1))  # [T, G, E/G]
         best = grouped.topk(2 if group_score == "sum_top2" else 1, dim=2).values
-        allowed = _choose(best.sum(dim=2), top_groups)
+        allowed = torch.zeros_like(best[:, :, 0], dtype=torch.bool).scatter_(
+            1, _best(best.sum(dim=2), top_groups), True
+        )
         biased = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
-    ids = _choose(biased, top_k).nonzero()[:, 1].view(-1, top_k)
+    ids = _best(biased, top_k).sort(dim=1).values
     if normalize:
         chosen = logits.gather(1, ids)
         weights = (torch.nn.functional.logsigmoid(chosen) if score_function == "sigmoid" else chosen).softmax(dim=1)
@@ -46,8 +48,7 @@ def route(
     return ids, weights * route_scale, scores, counts
 
 
-def _choose(values: Tensor, count: int) -> Tensor:
-    """Mask of the `count` largest of each row; of equal ones the first; NaN is the smallest."""
+def _best(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest of each row; of equal ones the first; NaN is the smallest."""
     values = values.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    order = values.argsort(dim=1, descending=True, stable=True)[:, :count]
-    return torch.zeros_like(values, dtype=torch.bool).scatter_(1, order, True)
+    return values.argsort(dim=1, descending=True, stable=True)[:, :count]
