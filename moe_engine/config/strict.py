@@ -94,7 +94,11 @@ def not_a_value(name: str, value: Any, known: Mapping[str, Option]) -> str:
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Up to three `known` names that `name` may stand for, by their last words: the same word, else near ones."""
+    known = list(known)
     section, _, word = name.rpartition(".")
+    groups = [] if section else _nearest(word, [other for other in known if "." not in other])
+    if groups:
+        return groups  # a word without a section is rather a group than an option of some section
     by_word: dict[str, list[str]] = {}
     for other in known:
         by_word.setdefault(other.rpartition(".")[2], []).append(other)

