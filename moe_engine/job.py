@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from moe_engine.data.baseline import BigramModel
 from moe_engine.data.batches import PackedDataset, micro_batches
 from moe_engine.data.corpus import Corpus, prepare_text
 from moe_engine.distributed import groups
+from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, progress, shown
 from moe_engine.model.batch import Batch
 from moe_engine.pipeline.generate import generate
+from moe_engine.pipeline.trace import makespan_and_bubbles
 from moe_engine.planner.flops import mfu, sequence_flops
 from moe_engine.trainer import StepResult, Trainer, device_of_rank
 
@@ -48,7 +51,8 @@ class Job:
         self.config, self.device = config, device
         self.console = Console(quiet=rank != 0)
         self.corpus = self._prepare_text()
-        self.trainer = Trainer(config, rank, device)
+        log = CollectiveLog(waits=[]) if config.trace.enabled else None
+        self.trainer = Trainer(config, rank, device, log)
         self.world = self.trainer.groups.world
         self.data = self._dataset("train")
         self.validation = self._validation_rows()
@@ -151,7 +155,24 @@ class Job:
     def _timed_step(self, step: int) -> StepMetrics:
         start = time.perf_counter()
         result = self.trainer.step(self._batches(step))
-        return self._metrics(step, result, time.perf_counter() - start)
+        metrics = self._metrics(step, result, time.perf_counter() - start)
+        return replace(metrics, **self._traced(step)) if self.config.trace.enabled else metrics
+
+    def _traced(self, step: int) -> dict[str, Any]:
+        """What the trace adds to the metrics; draws the step that is to be drawn."""
+        figures = self.trainer.trace_figures()
+        makespan, bubbles = makespan_and_bubbles(figures)
+        if step + 1 == min(self.config.trace.step, self.config.train.steps):
+            trace = self.trainer.trace()
+            if self.folder:
+                title = f"{self.config.pipeline.schedule}, step {step + 1}"
+                (self.folder.path / "trace.svg").write_text(trace.picture(title))
+                (self.folder.path / "trace.json").write_text(trace.perfetto(title))
+        return {
+            "pipeline_s": makespan,
+            "bubble_per_rank": bubbles,
+            "exposed_communication_s_per_rank": [each.exposed_s for each in figures],
+        }
 
     def _metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         tokens = result.items.tokens

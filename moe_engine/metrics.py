@@ -3,6 +3,7 @@
     runs/<name>/config.yaml        the resolved configuration
                 environment.json   versions, machine, commit
                 metrics.jsonl      one object per step
+                trace.json, trace.svg   one step as it happened, with trace.enabled (see pipeline.trace)
                 tb/                TensorBoard
                 loss.png           loss over steps
                 checkpoints/       see checkpoint.store
@@ -40,7 +41,8 @@ class StepMetrics:
     """One line of metrics.jsonl. Losses in nats per valid target; rates are those of the whole job.
 
     tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s;
-    expert_load_max_over_mean: of the MoE layer where it is largest.
+    expert_load_max_over_mean: of the MoE layer where it is largest. Only with trace.enabled: pipeline_s, the pass over
+    all actions; bubble_per_rank, each rank's idle fraction of it; exposed_communication_s_per_rank, see pipeline.trace.
     """
 
     step: int
@@ -60,9 +62,13 @@ class StepMetrics:
     tokens_per_s_per_rank: float
     model_tflops: float
     mfu: float
+    pipeline_s: float | None = None
+    bubble_per_rank: list[float] | None = None
+    exposed_communication_s_per_rank: list[float] | None = None
 
 
-TIME_FIELDS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu")
+TRACE_FIELDS = ("pipeline_s", "bubble_per_rank", "exposed_communication_s_per_rank")
+TIME_FIELDS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu", *TRACE_FIELDS)
 
 
 def measure_matrix_rate(world: Communicator, dtype: torch.dtype, device: torch.device) -> float:
@@ -126,7 +132,7 @@ class RunFolder:
         return found
 
     def write(self, metrics: StepMetrics) -> None:
-        values = asdict(metrics)
+        values = {name: value for name, value in asdict(metrics).items() if value is not None}
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(values) + "\n")
         if self._tensorboard is None:
@@ -134,6 +140,8 @@ class RunFolder:
 
             self._tensorboard = SummaryWriter(str(self.path / "tb"), purge_step=self._first_step)
         for name, value in values.items():
+            if isinstance(value, list):
+                value = sum(value) / len(value)
             if name != "step":
                 self._tensorboard.add_scalar(name, value, metrics.step)
 

@@ -9,7 +9,7 @@ balancing bias moves once.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from moe_engine.ops.random import normal
 from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.zero import ZeroOptimizer
 from moe_engine.pipeline.executor import Executor, StepSums
+from moe_engine.pipeline.trace import StepFigures, Trace, Tracer
 from moe_engine.planner.flops import parameter_count
 from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
@@ -71,6 +72,11 @@ def device_of_rank() -> torch.device:
     return torch.device("cpu")
 
 
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    """What a trace calls at each mark so that the device's work before it is done."""
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+
+
 class Trainer:
     """Model stages, optimizer and executor of one rank. `config` must be resolved (`parallel.dp` filled in)."""
 
@@ -84,7 +90,8 @@ class Trainer:
         self.optimizer.fill_masters(self._initial_values)
         pipeline, pp = config.pipeline, config.parallel.pp
         order = pair.BLOCKING if device.type == "cpu" else pair.LAUNCHING
-        self.executor = Executor(self.stages, self.groups, order if pipeline.overlap else None)
+        self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, _synchronizer(device))
+        self.executor = Executor(self.stages, self.groups, order if pipeline.overlap else None, self.tracer)
         self.lists = schedules.schedule(pipeline.schedule, pp, self.micro_batches, pipeline.virtual_stages)
         check(self.lists, len(self.groups.placement.stages), self.micro_batches)
         self.num_parameters = parameter_count(config.model).total
@@ -124,6 +131,17 @@ class Trainer:
         """Every MoE layer of this rank by global name."""
         return {name: layer for stage in self.stages.values() for name, layer in stage.moe_layers().items()}
 
+    def trace_figures(self) -> list[StepFigures]:
+        """The last step's figures of all ranks, where a trace is on."""
+        assert self.tracer is not None
+        own = self.tracer.figures(self.lists[self.executor.here])
+        return self.groups.world.gather_objects(own)
+
+    def trace(self) -> Trace:
+        """The last step of all ranks in time, where a trace is on."""
+        assert self.tracer is not None
+        return self.tracer.gather(self.lists, self.executor.num_stages)
+
     def count_items(self, batches: Sequence[Batch]) -> ItemCounts:
         """Valid items of the whole global batch."""
         counts = count_items(batches).as_tensor().to(self.device)
@@ -142,7 +160,11 @@ class Trainer:
             raise ValueError(f"{len(batches)} micro-batches: this job has {self.micro_batches} per rank and step")
         items = self.count_items(batches)
         self.optimizer.zero_grad()
+        if self.tracer:
+            self.tracer.begin()
         sums = self.executor.run(self.lists, batches, LossRule(items, self.config.train.mtp_loss_weight))
+        if self.tracer:
+            self.tracer.end_pass()
         self.optimizer.reduce_gradients()
         return StepGradients(items, sums)
 

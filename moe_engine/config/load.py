@@ -162,7 +162,7 @@ def _read_choice(group: str, value: str, default: str | None, words: _Words) -> 
     wrong = list(_wrong_choices(group, value))
     words.problems.extend(wrong)
     if not wrong:
-        words.groups.append(f"{group}={value}")
+        words.groups.append(f"{group}='{value}'" if value in ("true", "false") else f"{group}={value}")
 
 
 def _bare_word(text: str, command_groups: Mapping[str, Any], known: Mapping[str, strict.Option]) -> str:

@@ -207,6 +207,14 @@ class RunConfig:
 
 
 @dataclass
+class TraceConfig:
+    """Section `trace`: what really happened when, on every rank."""
+
+    enabled: bool = False  # bubble and exposed communication of each rank in metrics.jsonl; pictures of one step
+    step: int = 3  # whose picture: trace.svg and trace.json (for ui.perfetto.dev) in the run's folder
+
+
+@dataclass
 class Config:
     """A whole training run."""
 
@@ -220,6 +228,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:

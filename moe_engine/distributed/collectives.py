@@ -15,9 +15,11 @@ a local no-op, so code above never asks whether an axis is used. It fixes what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,21 +36,52 @@ class CollectiveRecord:
     bytes: int
 
 
+class Wait(NamedTuple):
+    """A time in which this rank stood still until an operation was finished; `time.perf_counter` seconds."""
+
+    record: CollectiveRecord
+    start: float
+    end: float
+
+
 @dataclass
 class CollectiveLog:
-    """The order in which one rank enqueued its operations."""
+    """The order in which one rank enqueued its operations, and how long it waited for them.
+
+    waits: None where they are not wanted, and then nothing is timed.
+    """
 
     records: list[CollectiveRecord] = field(default_factory=list)
+    waits: list[Wait] | None = None
 
-    def add(self, op: str, communicator: str, label: str, tensor: Tensor) -> None:
-        self.records.append(CollectiveRecord(op, communicator, label, tensor.numel() * tensor.element_size()))
+    @contextmanager
+    def waiting(self, record: CollectiveRecord) -> Iterator[None]:
+        """Around a wait for the operation `record`."""
+        if self.waits is None:
+            yield
+            return
+        start = time.perf_counter()
+        yield
+        self.waits.append(Wait(record, start, time.perf_counter()))
+
+    def add(self, op: str, communicator: str, label: str, tensor: Tensor) -> CollectiveRecord:
+        record = CollectiveRecord(op, communicator, label, tensor.numel() * tensor.element_size())
+        self.records.append(record)
+        return record
 
 
 class Pending:
     """A started operation: `wait()` gives its result, and may be called again."""
 
-    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        result: Tensor,
+        work: Any = None,
+        keep: Tensor | None = None,
+        waiting: AbstractContextManager[None] | None = None,
+    ) -> None:
         self._result, self._work, self._keep = result, work, keep
+        self._waiting = waiting or nullcontext()  # entered around the wait
 
     def done(self) -> bool:
         """Whether the operation has finished, without waiting."""
@@ -56,7 +89,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            with self._waiting:
+                self._work.wait()
             self._work = self._keep = None
         return self._result
 
@@ -92,21 +126,23 @@ class Communicator:
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return self  # a process group cannot be copied: a copied layer talks over the same one
 
-    def _record(self, op: str, label: str, tensor: Tensor) -> None:
-        if self.log is not None:
-            self.log.add(op, self.name, label, tensor)
+    def _record(self, op: str, label: str, tensor: Tensor) -> AbstractContextManager[None]:
+        """Log the operation; what is returned is to be entered around the wait for it."""
+        if self.log is None:
+            return nullcontext()
+        return self.log.waiting(self.log.add(op, self.name, label, tensor))
 
     @torch.no_grad()
     def all_reduce_sum(self, x: Tensor, label: str = "") -> Tensor:
         """Sum over ranks, as a new tensor (of bools: their "or"); floating point in rank order, for small tensors."""
         if self.size == 1:
             return x.clone()
-        self._record("all_reduce_sum", label, x)
-        # Gloo adds bools as bytes, and a True of value 2 is not equal to True.
-        if x.is_floating_point() or x.dtype == torch.bool:
-            return ordered_sum(self._gather(x.reshape(-1)).view(self.size, *x.shape))
-        total = x.clone()
-        dist.all_reduce(total, group=self.group)
+        with self._record("all_reduce_sum", label, x):
+            # Gloo adds bools as bytes, and a True of value 2 is not equal to True.
+            if x.is_floating_point() or x.dtype == torch.bool:
+                return ordered_sum(self._gather(x.reshape(-1)).view(self.size, *x.shape))
+            total = x.clone()
+            dist.all_reduce(total, group=self.group)
         return total
 
     @torch.no_grad()
@@ -114,8 +150,8 @@ class Communicator:
         """Maximum over ranks, as a new tensor."""
         largest = x.clone()
         if self.size > 1:
-            self._record("all_reduce_max", label, x)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+            with self._record("all_reduce_max", label, x):
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
     @torch.no_grad()
@@ -123,9 +159,9 @@ class Communicator:
         """Sum `x` [size * n] over ranks in rank order and keep this rank's part [n]."""
         if self.size == 1:
             return x.clone()
-        self._record("reduce_scatter_sum", label, x)
         parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x.contiguous(), group=self.group)
+        with self._record("reduce_scatter_sum", label, x):
+            dist.all_to_all_single(parts, x.contiguous(), group=self.group)
         return ordered_sum(parts.view(self.size, -1))
 
     @torch.no_grad()
@@ -133,8 +169,8 @@ class Communicator:
         """Concatenate `x` [n, …] of all ranks in rank order: [size * n, …]."""
         if self.size == 1:
             return x.clone()
-        self._record("all_gather", label, x)
-        return self._gather(x)
+        with self._record("all_gather", label, x):
+            return self._gather(x)
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -151,24 +187,25 @@ class Communicator:
         """
         if self.size == 1:
             return Pending(x)
-        self._record("all_to_all", label, x)
+        waiting = self._record("all_to_all", label, x)
         x = x.detach().contiguous()
         out = x.new_empty((sum(recv_splits), *x.shape[1:]))
         work = dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=True)
-        return Pending(out, work, keep=x)
+        return Pending(out, work, x, waiting)
 
     @torch.no_grad()
     def send(self, x: Tensor, to: int, tag: int, label: str = "") -> Pending:
         """Start sending `x` to the member with place `to`; `x` must stay unchanged until `wait()`."""
-        self._record("send", label, x)
+        waiting = self._record("send", label, x)
         x = x.detach().contiguous()
-        return Pending(x, dist.isend(x, self.ranks[to], group=self.group, tag=tag), keep=x)
+        return Pending(x, dist.isend(x, self.ranks[to], group=self.group, tag=tag), x, waiting)
 
     @torch.no_grad()
     def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Start receiving into `buffer` (its shape and dtype must be the sender's) from the member `source`."""
-        self._record("receive", label, buffer)
-        return Pending(buffer, dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag))
+        waiting = self._record("receive", label, buffer)
+        work = dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
+        return Pending(buffer, work, waiting=waiting)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every member's (picklable) value in rank order, on all members. For start-up only."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.model.batch import Batch
-from moe_engine.model.block import AttnOut, Combine, Dispatch
+from moe_engine.model.block import Combine, Dispatch
 from moe_engine.model.transformer import LossRule, Seams, Stage, StageOutput
 from moe_engine.moe import dispatch as wire
 from moe_engine.ops.wgrad_queue import WgradQueue, accumulate, gradient_dtype
@@ -214,7 +214,8 @@ class CutMicroBatch(_Tables):
             rows_ = replace(packed.rows, x=packed.rows.x.detach(), weights=packed.rows.weights.detach())
             aux_loss = None if packed.aux_loss is None else self.cut(packed.aux_loss)
             packed = replace(packed, rows=rows_, aux_loss=aux_loss)
-        return Dispatch(AttnOut(self.cut(stop.out.residual), self.cut(stop.out.normed), packed))
+        out = stop.out
+        return Dispatch(replace(out, residual=self.cut(out.residual), normed=self.cut(out.normed), packed=packed))
 
     def _send(self, step: Step) -> None:
         """Start the exchange of the forward at this stop."""

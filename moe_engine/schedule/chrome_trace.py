@@ -2,7 +2,8 @@
 
 The format is Chrome's trace events: a JSON object whose `traceEvents` are complete events (`ph` = "X") with a start and
 a duration in microseconds, on a thread (`tid`, here a rank) of a process (`pid`, here one timetable); events of kind
-"M" name the rows. Events of one row nest: whatever lies within another is drawn below it.
+"M" name the rows. Events of one row nest: whatever lies within another is drawn below it. What may overlap without
+nesting (exchanges under way) is a pair of asynchronous events, "b" and "e" with one id, drawn on rows of its own.
 
 Source: "Trace Event Format" (Google, the Chromium project), which Perfetto reads.
 """
@@ -52,6 +53,14 @@ def event(
         "tid": thread,
         "args": details,
     }
+
+
+def asynchronous_events(
+    name: str, category: str, start: float, end: float, process: int, thread: int, identity: str
+) -> list[dict[str, Any]]:
+    """Begin and end of something that overlaps others; `identity` must not be another's in this file."""
+    shared = {"name": name, "cat": category, "pid": process, "tid": thread, "id": identity}
+    return [shared | {"ph": "b", "ts": start * MICROSECONDS}, shared | {"ph": "e", "ts": end * MICROSECONDS}]
 
 
 def name_events(title: str, threads: Sequence[str], process: int = 0) -> list[dict[str, Any]]:

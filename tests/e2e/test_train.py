@@ -59,10 +59,24 @@ def check_run_folder(run: Path, steps: int) -> None:
     assert (run / "checkpoints" / f"step_{steps}" / "index.json").exists()
 
 
+def check_trace(run: Path) -> None:
+    """Measured figures of every rank in every line, and the files of the third step."""
+    for line in metrics(run):
+        assert 0 < line["pipeline_s"] < line["step_time_s"]
+        assert len(line["bubble_per_rank"]) == len(line["exposed_communication_s_per_rank"]) == 4
+        assert all(0 < bubble < 1 for bubble in line["bubble_per_rank"])
+        assert all(0 < exposed < line["step_time_s"] for exposed in line["exposed_communication_s_per_rank"])
+    assert "1f1b, step 3: measured" in (run / "trace.svg").read_text()
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    actions = [found for found in events if found["ph"] == "X" and found["name"][:2] in ("F0", "F1", "B0", "B1")]
+    assert len(actions) == 4 * 4 + 2 * 4  # measured on four ranks, simulated for two stages
+
+
 def test_quickstart_in_short_starts_its_own_four_ranks(tmp_path: Path) -> None:
     words = ["train.steps=3", "train.eval_sequences=8", "train.sample_tokens=8", "data.validation_fraction=0.3"]
-    out = moe_engine(tmp_path, "experiment=quickstart", *words)
+    out = moe_engine(tmp_path, "experiment=quickstart", "trace=true", *words)
     check_run_folder(tmp_path / "runs" / "quickstart", 3)
+    check_trace(tmp_path / "runs" / "quickstart")
     assert "4 ranks: pp 2 x dp 2, ep 2" in out
     assert "step 3/3" in out and "nats per byte" in out and "bigram" in out and "sample:" in out
     assert out.count("validation loss") == 1, "one rank reports, the others are quiet"
