@@ -62,10 +62,10 @@ def check_run_folder(run: Path, steps: int) -> None:
 def check_trace(run: Path) -> None:
     """Measured figures of every rank in every line, and the files of the third step."""
     for line in metrics(run):
-        assert 0 < line["pipeline_s"] < line["step_time_s"]
+        assert line["pipeline_s"] > 0  # may be longer than rank 0's step: another rank may have begun before it
         assert len(line["bubble_per_rank"]) == len(line["exposed_communication_s_per_rank"]) == 4
         assert all(0 < bubble < 1 for bubble in line["bubble_per_rank"])
-        assert all(0 < exposed < line["step_time_s"] for exposed in line["exposed_communication_s_per_rank"])
+        assert all(exposed > 0 for exposed in line["exposed_communication_s_per_rank"])
     assert "1f1b, step 3: measured" in (run / "trace.svg").read_text()
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     actions = [found for found in events if found["ph"] == "X" and found["name"][:2] in ("F0", "F1", "B0", "B1")]
