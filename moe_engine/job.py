@@ -162,7 +162,7 @@ class Job:
         """What the trace adds to the metrics; draws the step that is to be drawn."""
         figures = self.trainer.trace_figures()
         makespan, bubbles = makespan_and_bubbles(figures)
-        if step + 1 == min(self.config.trace.step, self.config.train.steps):
+        if step + 1 == min(self.config.trace.drawn_step, self.config.train.steps):
             trace = self.trainer.trace()
             if self.folder:
                 title = f"{self.config.pipeline.schedule}, step {step + 1}"

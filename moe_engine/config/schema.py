@@ -211,7 +211,7 @@ class TraceConfig:
     """Section `trace`: what really happened when, on every rank."""
 
     enabled: bool = False  # bubble and exposed communication of each rank in metrics.jsonl; pictures of one step
-    step: int = 3  # whose picture: trace.svg and trace.json (for ui.perfetto.dev) in the run's folder
+    drawn_step: int = 3  # its picture: trace.svg and trace.json (for ui.perfetto.dev) in the run's folder
 
 
 @dataclass

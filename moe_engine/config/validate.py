@@ -179,7 +179,7 @@ def _check_train(rules: _Rules) -> None:
             f"train.eval_sequences={rules['train.eval_sequences']} needs text to validate on; "
             "use data.validation_fraction=0.05, or train.eval_sequences=0",
         )
-    rules.at_least(1, "trace.step")
+    rules.at_least(1, "trace.drawn_step")
     if not rules["run.dir"]:
         rules.refuse("run.dir", "a folder is needed, for example run.dir=runs")
     name = rules["run.name"]
