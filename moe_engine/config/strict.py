@@ -74,7 +74,8 @@ def build(schema: type[T], data: Mapping[str, Any]) -> T:
 def unknown(name: str, value: Any, known: Iterable[str], also: Iterable[str] = ()) -> str:
     """The line that refuses `name`, with the options of `known` (or other names in `also`) that may be meant."""
     known, section = list(known), name.partition(".")[0]
-    close = closest(name, [*known, *also])
+    # a word without a section is more likely one of the others than an option's last word
+    close = ([] if "." in name else closest(name, also)) or closest(name, [*known, *also])
     if close:
         return f"{shown(name, value)}: no such option; did you mean {' or '.join(close)}?"
     inside = [option.removeprefix(f"{section}.") for option in known if option.startswith(f"{section}.")]
