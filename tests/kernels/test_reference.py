@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from moe_kernels.reference import wide
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 LIMITS = {torch.bfloat16: 1e-5, torch.float32: 1e-12, torch.float64: 1e-15}  # on calc_diff

@@ -99,7 +99,7 @@ def test_kept_bytes_of_a_dense_block() -> None:
 
 def test_kept_bytes_with_a_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps queries, keys, (padded) values, its output and a number per row and head; the plain one keeps copies."""
-    monkeypatch.setattr("moe_engine.model.core_attention.PLAIN_ATTENTION_LENGTH", 0)
+    monkeypatch.setattr("moe_engine.model.core_attention.BLOCKED_ATTENTION_LENGTH", 0)
     kept = {mode: one_backward(mode, dense=True)[0]["F"] for mode in ("none", "mla_up", "attention", "all four")}
     heads, head = MODEL.num_heads, MODEL.qk_nope_head_dim + MODEL.qk_rope_head_dim
     rope = 4 * T * MODEL.qk_rope_head_dim  # what mla_up is given and nothing else keeps
