@@ -1,4 +1,4 @@
-"""Table lookup whose gradient is summed in fp32, whatever the table's dtype."""
+"""Table lookup whose gradient is summed in fp32, whatever the table's dtype, in the order of the tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ class _Embedding(torch.autograd.Function):
         (tokens,), (d_out,) = ctx.saved_tensors, grads
         wide = torch.promote_types(ctx.dtype, torch.float32)
         d_weight = torch.zeros(ctx.rows, d_out.shape[-1], dtype=wide, device=d_out.device)
-        d_weight.index_add_(0, tokens.reshape(-1), d_out.reshape(-1, d_out.shape[-1]).to(wide))
+        rows = d_out.reshape(-1, d_out.shape[-1]).to(wide)
+        if d_weight.is_cuda:
+            # There index_add_ adds by atomics, in any order; this one sorts and adds each row's terms in their order.
+            d_weight.index_put_((tokens.reshape(-1),), rows, accumulate=True)
+        else:
+            d_weight.index_add_(0, tokens.reshape(-1), rows)
         return None, d_weight
 
 

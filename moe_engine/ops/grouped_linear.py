@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_engine.ops.linear import leaf, weight_gradient
+from moe_engine.ops.linear import leaf, waits, weight_gradient, widened
 from moe_engine.ops.wgrad_queue import WgradQueue
 from moe_kernels import grouped_gemm, grouped_wgrad
 
@@ -25,10 +25,12 @@ class _GroupedLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (d_out,), (x, weight), counts = grads, ctx.saved_tensors, ctx.counts
-        d_x = grouped_gemm(d_out, weight, counts) if ctx.needs_input_grad[0] else None
+        wide = widened(d_out)
+        d_x = grouped_gemm(wide, weight, counts).to(x.dtype) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: grouped_wgrad(d_out, x, counts))
+            kept = d_out if waits(ctx.queue, ctx.parameter) else wide
+            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: grouped_wgrad(kept, x, counts))
         return d_x, d_weight, None, None
 
 

@@ -14,15 +14,25 @@ from torch import Tensor, nn
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.wgrad_queue import WgradQueue
-from moe_kernels import gemm, wgrad
+from moe_kernels import gemm, matmul_dtype, wgrad
 
 
 def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Callable[[], Tensor]) -> Tensor | None:
     """The weight gradient, or None after leaving it in a deferring queue. Only leaves (`parameter`) ever wait."""
-    if queue is not None and queue.deferring and parameter is not None:
-        queue.push(parameter, make)
-        return None
-    return make()
+    if queue is None or parameter is None or not queue.deferring:
+        return make()
+    queue.push(parameter, make)
+    return None
+
+
+def waits(queue: WgradQueue | None, parameter: Tensor | None) -> bool:
+    """Whether the weight gradient of `parameter` is to be left in the queue."""
+    return queue is not None and queue.deferring and parameter is not None
+
+
+def widened(d_out: Tensor) -> Tensor:
+    """A gradient in the dtype in which its two products are computed, so that it is converted once for both."""
+    return d_out.to(matmul_dtype(d_out.dtype, d_out.device))
 
 
 def leaf(weight: Tensor) -> Tensor | None:
@@ -42,10 +52,12 @@ class _Linear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (d_out,), (x, weight) = grads, ctx.saved_tensors
-        d_x = gemm(d_out, weight) if ctx.needs_input_grad[0] else None
+        wide = widened(d_out)
+        d_x = gemm(wide, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: wgrad(d_out, x))
+            kept = d_out if waits(ctx.queue, ctx.parameter) else wide
+            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: wgrad(kept, x))
         return d_x, d_weight, None
 
 

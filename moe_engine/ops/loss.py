@@ -1,4 +1,4 @@
-"""Cross entropy of the output head in chunks of rows, so that the logits [T, V] never exist whole.
+"""Cross entropy of the output head in chunks of rows, so that the logits [T, V] never exist whole, however few rows.
 
 Forward keeps the log-sum-exp [T]; backward makes each chunk's logits again. With 4096 tokens and a vocabulary of
 129,280, whole fp32 logits and their gradient would take 4.2 GB.
@@ -16,7 +16,9 @@ from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_kernels import gemm, wgrad
 
 IGNORE = -100  # a label that is no target
-CHUNK_ELEMENTS = 1 << 26  # logits of one chunk
+# Logits of one chunk: what the passes over it read again is still in a CPU's cache, and on a GPU in its L2 …
+CHUNK_ELEMENTS = 1 << 20
+MIN_CHUNK_ROWS = 128  # … but each chunk reads the whole head, which fewer rows would not pay for
 MAX_CHUNK_ROWS = 1024
 
 
@@ -57,8 +59,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows: int, vocab_size: int) -> Iterator[slice]:
-    """Fixed blocks of rows; their size depends on the vocabulary alone."""
-    step = min(MAX_CHUNK_ROWS, max(16, CHUNK_ELEMENTS // vocab_size // 16 * 16))
+    """Blocks of rows: of CHUNK_ELEMENTS logits, within MIN_ and MAX_CHUNK_ROWS, and at most half of all rows."""
+    step = min(MAX_CHUNK_ROWS, max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocab_size))
+    step = max(16, min(step, rows // 2) // 16 * 16)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

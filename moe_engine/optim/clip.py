@@ -1,10 +1,12 @@
 """The global gradient norm, equal to the last bit in every layout, and the clipping factor.
 
-Floating-point sums depend on their order, and the order depends on where shards are cut. So squares are summed as
-integers: for each global name, the largest magnitude in the world gives a power of two that brings every square
-below 2^62 / (number of elements); what int64 cuts off goes into a second int64 with as many bits again. Integer sums
-are exact in any order, and the last sum, over global names, is exactly rounded. The relative error is near 1e-16 and
-at most 2^(3L-123) for a parameter of 2^L elements (1e-12 at 2^27), whatever the gradients.
+Floating-point sums depend on their order, and the order depends on where shards are cut. They are cut at multiples of
+CHUNK elements (`zero.ALIGNMENT`), so the squares of each chunk of a parameter are summed in fp64, in a fixed order;
+a parameter that is no multiple of CHUNK has chunks of one element. The sums of chunks are then summed as integers: for
+each global name, the largest magnitude in the world gives a power of two that brings them below 2^62 in all; what
+int64 cuts off goes into a second int64 with as many bits again. Integer sums are exact in any order, and the last sum,
+over global names, is exactly rounded. The relative error is near 1e-16 and at most 2^(3L-123) for a parameter of 2^L
+elements (1e-12 at 2^27), whatever the gradients.
 
 Each rank gives the elements that it owns after the reduction; a parameter that several stages hold is cut over all
 its holders, so every logical element counts once.
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator
 
-BLOCK = 1 << 18  # elements squared at a time: bounds the memory of the 8-byte intermediates
+CHUNK = 64  # elements whose squares are summed before they become integers, which is the slow part
+BLOCK = 1 << 16  # elements squared at a time: the 8-byte intermediates stay in a CPU's cache
 SUM_BITS = 62  # an int64 sum stays below 2^62
 SMALLEST_EXPONENT = -900  # magnitudes below 2^-900 are not scaled up further: the scale must stay finite in fp64
 
@@ -28,7 +31,8 @@ SMALLEST_EXPONENT = -900  # magnitudes below 2^-900 are not scaled up further: t
 class GradientNorm:
     """The Euclidean norm over all parameters of the world. Making one is a start-up operation of all ranks.
 
-    `owned` lists (global name, elements that this rank owns, elements in all), each name at most once.
+    `owned` lists (global name, elements that this rank owns, elements in all), each name at most once. A part begins
+    and ends at a multiple of CHUNK, or where its parameter does.
     Raises ValueError on every rank when the world's parts do not make up each parameter exactly once.
     """
 
@@ -39,6 +43,7 @@ class GradientNorm:
         self.places = torch.tensor([place[name] for name, _, _ in owned], dtype=torch.int64, device=device)
         # Half the bits of a square's integer part: the elements themselves are scaled to below 2^half_bits.
         self.half_bits = [(SUM_BITS - (n - 1).bit_length()) // 2 for n in self.numel.values()]
+        self.chunks = [CHUNK if n % CHUNK == 0 else 1 for n in self.numel.values()]
 
     def __call__(self, gradients: Sequence[Tensor]) -> float:
         """The norm of `gradients`, the owned parts in the order of `owned`; inf when any element is inf or NaN."""
@@ -49,7 +54,7 @@ class GradientNorm:
         sums = torch.zeros(len(self.numel), 2, dtype=torch.int64, device=self.device)
         for place, gradient in zip(self.places.tolist(), gradients, strict=True):
             half = self.half_bits[place]
-            sums[place] = _sum_of_squares(gradient, half - exponents[place], 2 * half)
+            sums[place] = _sum_of_squares(gradient, half - exponents[place], 2 * half, self.chunks[place])
         totals = self.world.all_reduce_sum(sums, "gradient squares").tolist()
         return _norm(totals, exponents, self.half_bits)
 
@@ -57,8 +62,8 @@ class GradientNorm:
         """The largest magnitude of each name over the world; inf also for NaN (not every backend's max keeps it)."""
         largest = torch.zeros(len(self.numel), dtype=torch.float64, device=self.device)
         if gradients:
-            own = torch.stack([torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients]).double()
-            largest[self.places] = own.nan_to_num(nan=math.inf, posinf=math.inf)
+            ends = torch.stack([torch.stack(gradient.aminmax()) for gradient in gradients])  # NaN gives NaN
+            largest[self.places] = ends.abs().amax(dim=1).double().nan_to_num(nan=math.inf, posinf=math.inf)
         found: list[float] = self.world.all_reduce_max(largest, "gradient magnitudes").tolist()
         return found
 
@@ -79,11 +84,13 @@ def _numel_by_name(parts: Iterable[tuple[str, int, int]]) -> dict[str, int]:
     return dict(sorted(numel.items()))
 
 
-def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int) -> Tensor:
+def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int, chunk: int) -> Tensor:
     """Sum of (gradient * 2^exponent)^2 as [integer part, rest in units of 2^-low_bits], int64 [2]."""
     scale, total = math.ldexp(1.0, exponent), torch.zeros(2, dtype=torch.int64, device=gradient.device)
     for block in gradient.split(BLOCK):
         squares = block.to(torch.float64, copy=True).mul_(scale).square_()
+        if chunk > 1:
+            squares = squares.view(-1, chunk).sum(dim=1)
         whole = squares.floor()
         rest = squares.sub_(whole).mul_(2.0**low_bits).round_()
         total += torch.stack([whole.long().sum(), rest.long().sum()])

@@ -34,7 +34,8 @@ from moe_engine.optim.clip import GradientNorm, clip_scale
 # Parameters start, and shards are cut, at multiples of this many elements. Vectorised kernels may treat the elements
 # after the last full vector by other instructions; this way there are none, and no bit can depend on the layout.
 ALIGNMENT = 64
-BLOCK = 1 << 22  # elements of a shard handled at a time: bounds what a reduction, an update or a gather needs beside
+BLOCK = 1 << 22  # elements of a shard communicated at a time: bounds what a reduction or a gather needs beside
+UPDATE_BLOCK = 1 << 16  # elements updated at a time: the passes over master, moments and gradient stay in a CPU's cache
 
 
 class Shard(NamedTuple):
@@ -150,13 +151,16 @@ class _Bucket:
 
     def reduce(self) -> None:
         """Sum gradients over the sharers in rank order, into this rank's part of the buffer."""
+        if self.communicator.size == 1:
+            return  # the buffer is the shard
         by_rank, shard = self.gradients.view(self.communicator.size, -1), self.gradient_shard
         for block in self._blocks():
             shard[block] = self.communicator.reduce_scatter_sum(by_rank[:, block].reshape(-1), "gradients")
 
     def update(self, optim: OptimConfig, step: int, lr: float, scale: float) -> None:
         """AdamW on the shard, with gradients multiplied by `scale`."""
-        for block in self._blocks():
+        size = UPDATE_BLOCK if self.master.device.type == "cpu" else BLOCK
+        for block in self._blocks(size):
             gradient = self.gradient_shard[block].to(self.master.dtype)
             adamw(
                 self.master[block],
@@ -173,14 +177,18 @@ class _Bucket:
 
     def gather(self) -> None:
         """Set the whole parameters from the masters of all sharers."""
+        if self.communicator.size == 1:
+            self.values.copy_(self.master)
+            return
         by_rank = self.values.view(self.communicator.size, -1)
         for block in self._blocks():
             own = self.master[block].to(self.values.dtype)
             by_rank[:, block] = self.communicator.all_gather(own, "parameters").view(self.communicator.size, -1)
 
-    def _blocks(self) -> Iterator[slice]:
-        for start in range(0, self.shard_size, BLOCK):
-            yield slice(start, min(start + BLOCK, self.shard_size))
+    def _blocks(self, size: int | None = None) -> Iterator[slice]:
+        size = size or BLOCK
+        for start in range(0, self.shard_size, size):
+            yield slice(start, min(start + size, self.shard_size))
 
 
 class ZeroOptimizer:

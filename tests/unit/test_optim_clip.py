@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator
-from moe_engine.optim.clip import BLOCK, GradientNorm, clip_scale
+from moe_engine.optim.clip import BLOCK, CHUNK, GradientNorm, _sum_of_squares, clip_scale
 
 
 def norm(**gradients: Tensor) -> float:
@@ -79,6 +79,16 @@ def test_order_of_elements_and_of_names_changes_no_bit() -> None:
     a = torch.randn(BLOCK + 1000, generator=chance) ** 3
     b = torch.randn(1000, generator=chance) * 1e-4
     assert norm(a=a, b=b) == norm(b=b, a=a[torch.randperm(a.numel(), generator=chance)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_a_parameter_is_cut_changes_no_bit(dtype: torch.dtype) -> None:
+    """Cut at multiples of CHUNK, as shards are: the sums of its parts add up to the sum of the whole."""
+    gradient = torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(4), dtype=dtype) ** 3
+    whole = _sum_of_squares(gradient, 5, 20, CHUNK)
+    for cuts in ([1], [2, 3, 17], [BLOCK // CHUNK + 1], [7, 2 * BLOCK // CHUNK - 1]):
+        parts = gradient.tensor_split([cut * CHUNK for cut in cuts])
+        assert torch.equal(sum(_sum_of_squares(part, 5, 20, CHUNK) for part in parts), whole)
 
 
 def test_gradients_stay_as_they_are() -> None:

@@ -160,6 +160,7 @@ def test_work_in_blocks_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
     masters = []
     for block in (zero.BLOCK, 128):
         monkeypatch.setattr(zero, "BLOCK", block)
+        monkeypatch.setattr(zero, "UPDATE_BLOCK", block)
         parameters, groups, optimizer = optimizer_of(0, Layout(), OptimConfig(), "bf16")
         optimizer.zero_grad()
         add_gradients(parameters, groups, 0)
