@@ -22,7 +22,7 @@ help: ## list the targets
 install: $(INSTALLED) ## make .venv with the pinned packages; the other targets do it too
 
 train: $(INSTALLED) ## train the quickstart model on this machine (ARGS="train.steps=20" overrides options)
-	$(BIN)/moe-engine train experiment=quickstart $(ARGS)
+	$(BIN)/moe-engine train experiment=quickstart run.overwrite=true $(ARGS)
 
 test: $(INSTALLED) ## all tests that need no GPU and are not slow
 	$(PYTEST) --durations=10 $(TIERS) $(ARGS) $(EMPTY_IS_FINE)

@@ -9,7 +9,9 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from moe_engine import __version__
 from moe_engine.config.errors import ConfigError
@@ -24,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     launch.prepare_rank()
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         return launch.report(error)
     except KeyboardInterrupt:
@@ -35,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return launch.report(error)
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Our own warnings as a line for the person at the terminal; those of libraries say where they come from."""
+    text = f"warning: {message}" if category is UserWarning else f"{filename}:{lineno}: {category.__name__}: {message}"
+    print(text, file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:

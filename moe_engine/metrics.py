@@ -30,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Communicator
 
 PROBE_SECONDS = 0.5
@@ -105,19 +106,21 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
-        path.mkdir(parents=True, exist_ok=True)
+        with self._writing():
+            path.mkdir(parents=True, exist_ok=True)
         self._tensorboard: Any = None
         self._first_step = 0
 
     def begin(self, config_yaml: str, first_step: int) -> None:
         """Record what runs and where. Lines of steps from `first_step` on, left by an earlier try, are dropped."""
         self._first_step = first_step
-        (self.path / "config.yaml").write_text(config_yaml)
-        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
         kept = [line for line in self.history() if line["step"] < first_step]
         temporary = self.metrics_path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(self.metrics_path)
+        with self._writing():
+            (self.path / "config.yaml").write_text(config_yaml)
+            (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.replace(self.metrics_path)
 
     def history(self) -> list[dict[str, Any]]:
         """The metrics so far; a last line cut short by a kill is left out."""
@@ -133,7 +136,7 @@ class RunFolder:
 
     def write(self, metrics: StepMetrics) -> None:
         values = {name: value for name, value in asdict(metrics).items() if value is not None}
-        with self.metrics_path.open("a") as file:
+        with self._writing(), self.metrics_path.open("a") as file:
             file.write(json.dumps(values) + "\n")
         if self._tensorboard is None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and not needed by other ranks
@@ -149,8 +152,20 @@ class RunFolder:
         """Close TensorBoard, draw loss.png and write summary.json."""
         if self._tensorboard is not None:
             self._tensorboard.close()
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        draw_losses(self.history(), summary, self.path / "loss.png")
+        with self._writing():
+            (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            draw_losses(self.history(), summary, self.path / "loss.png")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that cannot be written is no fault of the program: told by its option."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={self.path.parent}: cannot write {error.filename or self.path} ({error.strerror}); free some "
+                "space there, or use another folder, for example run.dir=/tmp/runs"
+            ) from error
 
 
 def draw_losses(history: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:

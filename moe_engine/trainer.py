@@ -66,10 +66,18 @@ class StepResult:
 
 
 def device_of_rank() -> torch.device:
-    """The GPU of this local rank, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """The GPU of this local rank, or the CPU where there is none. Raises ConfigError for more ranks than GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1 and "SLURM_PROCID" in os.environ:  # Slurm can show each task its own GPU alone
+        return torch.device("cuda", 0)
+    if local >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local}: each rank needs a GPU of its own, and this node has {count}; start {count} ranks on "
+            "it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    return torch.device("cuda", local)
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -91,6 +91,11 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
+def started_here(environment: Mapping[str, str]) -> bool:
+    """Whether this rank was started by `start_local_ranks`, after everything had been checked."""
+    return FAILURES in environment
+
+
 def lone_rank() -> dict[str, str]:
     """The variables of a world of one, which opens no port."""
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -187,7 +192,7 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 def prepare_rank() -> None:
     """In a rank started here: an interrupt ends it at once (it may be waiting in a collective), without a traceback."""
-    if FAILURES in os.environ:
+    if started_here(os.environ):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -197,7 +202,7 @@ def report(error: Exception) -> int:
     text = str(error) if mistake else "".join(traceback.format_exception(error)).rstrip()
     code = 2 if mistake else 1
     rank = int(os.environ.get("RANK", "0"))
-    if FAILURES in os.environ:
+    if started_here(os.environ):
         record = Failure(rank, time.time(), mistake, text)
         path = Path(os.environ[FAILURES]) / f"failure_{rank}.json"
         path.with_suffix(".part").write_text(json.dumps(asdict(record)))

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from moe_engine.cli import launch
+from moe_engine.cli import launch, run_folder
 from moe_engine.cli.check import describe
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
@@ -59,6 +59,8 @@ def run(words: list[str]) -> int:
         if given is None or given["RANK"] == "0":
             print(describe(config))
         return 0
+    if given is None or (given["RANK"] == "0" and not launch.started_here(os.environ)):
+        run_folder.prepare(config)
     layout = Layout.of(config.parallel)
     if given is None and layout.world > 1:
         command = [sys.executable, "-m", "moe_engine", "train", *words]

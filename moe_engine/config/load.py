@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_engine.config import strict
@@ -29,6 +29,7 @@ from moe_engine.config.schema import Config
 
 T = TypeVar("T")
 
+_YAML_EXAMPLE = "sections with options are expected, for example 'train: {steps: 100}'"
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<name>[^=]*)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 
 
@@ -59,7 +60,7 @@ def load(command: str, overrides: Sequence[str], schema: type = Config) -> Any:
             OmegaConf.update(config, name, value, merge=True, force_add=True)
         data = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        raise ConfigError("\n".join([*problems, _reason(error)])) from None
+        raise ConfigError("\n".join([*problems, _named_reason(error, dict(words.values))])) from None
     result: Any = None
     try:
         result = strict.build(schema, _as_mapping(data))
@@ -213,13 +214,15 @@ def _compose(command: str, group_words: list[str]) -> DictConfig:
 def _read_yaml(path: Path) -> DictConfig:
     """A YAML file of values. Raises ConfigError naming it."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file; values are written name=value, or in a file like a run's config.yaml")
     try:
         config = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_reason(error)}") from None
+        place = getattr(error, "problem_mark", None)
+        where = f", line {place.line + 1}" if place else ""
+        raise ConfigError(f"{path}: not readable as YAML{where}: {_reason(error)}; {_YAML_EXAMPLE}") from None
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"{path}: sections with options are expected, for example 'train: {{steps: 100}}'")
+        raise ConfigError(f"{path}: {_YAML_EXAMPLE}")
     return config
 
 
@@ -233,6 +236,17 @@ def _merge(config: DictConfig, other: DictConfig) -> DictConfig:
 def _as_mapping(data: Any) -> dict[str, Any]:
     """OmegaConf's containers with their keys as text, which is what they are in a configuration."""
     return {str(key): value for key, value in data.items()}
+
+
+def _named_reason(error: Exception, values: Mapping[str, Any]) -> str:
+    """The reason why values could not be put together; where one of the given `values` is to blame, with it."""
+    name = str(getattr(error, "full_key", None))
+    if isinstance(error, InterpolationResolutionError) and name in values:
+        return (
+            f"{strict.shown(name, values[name])}: {_reason(error).removeprefix(f'{name}: ')}; "
+            "name an option that a file or the command line sets, or write the value itself"
+        )
+    return _reason(error)
 
 
 def _reason(error: Exception) -> str:

@@ -202,6 +202,7 @@ class RunConfig:
     dir: str = "runs"
     name: str = "default"
     resume: bool = False  # go on from the newest complete checkpoint of this run
+    overwrite: bool = False  # remove the run that this folder holds, where it is not resumed
     check: bool = False  # only validate the configuration, and print it with the layout
     ranks: int | None = None  # of the whole job; null: those given by torchrun or Slurm, else what the layout needs
 

@@ -100,9 +100,11 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
     groups = [] if section else _nearest(word, [other for other in known if "." not in other])
     if groups:
         return groups  # a word without a section is rather a group than an option of some section
+    section = section.lower()
     by_word: dict[str, list[str]] = {}
     for other in known:
         by_word.setdefault(other.rpartition(".")[2], []).append(other)
+    word = word if word in by_word else word.lower()
     words = [word] if word in by_word else _nearest(word, by_word)
     found = [other for close in words for other in by_word[close]]
     same_section = [other for other in found if section and other.rpartition(".")[0] == section]

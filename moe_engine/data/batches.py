@@ -56,7 +56,7 @@ class PackedDataset:
         self.seq_len, self.mtp_depth, self.mask_documents, self.seed = seq_len, mtp_depth, mask_documents, seed
         longest = stream.num_tokens - 1 - mtp_depth
         if longest < seq_len:
-            remedy = f"use train.seq_len<={longest} or more text" if longest > 0 else "give more text"
+            remedy = f"use train.seq_len={longest} or less, or more text" if longest > 0 else "give more text"
             raise ConfigError(
                 f"train.seq_len={seq_len}: the {name} text has {stream.num_tokens} tokens, fewer than one row of "
                 f"seq_len + 1 + model.mtp_depth = {seq_len + 1 + mtp_depth}; {remedy} in data.text_paths"

@@ -68,11 +68,13 @@ def prepare_text(
     key = _key(files, validation_fraction, max_bytes)
     folder = cache / key
     if not folder.exists():
-        with _exclusive(cache / f".{key}.lock") as alone:
-            if not folder.exists():
-                if alone:
-                    _remove_leftovers(cache, key)
-                _build(folder, files, validation_fraction, max_bytes)
+        try:
+            _build_once(folder, files, validation_fraction, max_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"data.cache_dir={cache_dir}: cannot write {error.filename or folder} ({error.strerror}); free some "
+                "space there, or use another folder, for example data.cache_dir=/tmp/data_cache"
+            ) from error
     return _open(folder)
 
 
@@ -82,7 +84,7 @@ def _cache_folder(cache_dir: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir={str(cache_dir)!r}: cannot make this folder ({error.strerror}); "
+            f"data.cache_dir={cache_dir}: cannot make this folder ({error.strerror}); "
             "give one that can be written, for example data.cache_dir=data_cache"
         ) from error
     return folder.resolve()
@@ -107,6 +109,15 @@ def _exclusive(path: Path) -> Iterator[bool]:
             yield False
         else:
             yield True  # closing the file frees the lock
+
+
+def _build_once(folder: Path, files: Sequence[TextFile], validation_fraction: float, max_bytes: int) -> None:
+    """Build what nobody else has built or is building."""
+    with _exclusive(folder.with_name(f".{folder.name}.lock")) as alone:
+        if not folder.exists():
+            if alone:
+                _remove_leftovers(folder.parent, folder.name)
+            _build(folder, files, validation_fraction, max_bytes)
 
 
 def _build(folder: Path, files: Sequence[TextFile], validation_fraction: float, max_bytes: int) -> None:
@@ -174,5 +185,6 @@ def _open(folder: Path) -> Corpus:
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder}: the cached token files are damaged; delete this folder to make them anew: {error}"
+            f"data.cache_dir={folder.parent}: the token files in {folder} are damaged; delete that folder, "
+            f"they are made anew: {error}"
         ) from error

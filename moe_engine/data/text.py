@@ -79,7 +79,7 @@ class Document:
             file.seek(self.start)
             data = file.read(self.stop - self.start)
         if len(data) != self.stop - self.start or _not_text(data):
-            raise ConfigError(f"{self.path}: the file changed while it was being read; run again")
+            raise ConfigError(f"data.text_paths=[{self.path}]: the file changed while it was being read; run again")
         return data
 
 
@@ -101,13 +101,13 @@ def find_files(text_paths: Sequence[str], *, exclude: Path | None = None) -> lis
             found = list(_walk(standard_library(), lambda name: name in _LIBRARY_SKIPS, suffix=".py"))
     except PermissionError as error:
         raise ConfigError(
-            f"data.text_paths: cannot reach {error.filename} ({error.strerror}); make it readable"
+            f"data.text_paths=[{error.filename}]: cannot be reached ({error.strerror}); make it readable"
         ) from error
     files = _each_once(found)
     if not files:
-        asked = list(text_paths) or str(standard_library())
+        asked = ", ".join(text_paths) or standard_library()
         raise ConfigError(
-            f"data.text_paths={asked}: no file with text in it; give files or folders that hold UTF-8 text"
+            f"data.text_paths=[{asked}]: no file with text in it; give files or folders that hold UTF-8 text"
         )
     return files
 
@@ -127,17 +127,17 @@ def _files_at(asked: str, exclude: Path | None) -> Iterator[TextFile]:
     path = Path(asked).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"data.text_paths={asked!r}: no such file or folder; "
+            f"data.text_paths=[{asked}]: no such file or folder; "
             "give one that exists, or data.text_paths=[] for the standard library's sources"
         )
     if path.is_dir():
         if path.resolve() == exclude:
-            raise ConfigError(f"data.text_paths={asked!r}: is data.cache_dir itself; use another data.cache_dir")
+            raise ConfigError(f"data.text_paths=[{asked}]: is data.cache_dir itself; use another data.cache_dir")
         yield from _walk(path, lambda name: name.startswith("."), exclude=exclude)
     elif (file := _text_file(path, path.name, given=True)) is not None:
         yield file
     elif not path.is_file():
-        raise ConfigError(f"data.text_paths={asked!r}: neither a file nor a folder; give a file or a folder")
+        raise ConfigError(f"data.text_paths=[{asked}]: neither a file nor a folder; give a file or a folder")
 
 
 def _walk(
@@ -169,7 +169,7 @@ def _each_once(found: Iterable[TextFile]) -> list[TextFile]:
 
 def _refuse_folder(error: OSError) -> None:
     raise ConfigError(
-        f"data.text_paths: cannot list {error.filename} ({error.strerror}); make it readable, or name the "
+        f"data.text_paths=[{error.filename}]: cannot be listed ({error.strerror}); make it readable, or name the "
         "folders beside it in data.text_paths"
     ) from error
 
@@ -207,8 +207,8 @@ def choose_documents(files: Sequence[TextFile], max_bytes: int = 0, *, least: in
     if len(sections) < least:
         limit, remedy = (f" within data.max_bytes={max_bytes}", " or a larger max_bytes") if max_bytes else ("", "")
         raise ConfigError(
-            f"{only.path}: the only text file{limit}, and its line breaks do not cut it in {least} documents, as "
-            f"training and validation need; give two files or more in data.text_paths{remedy}"
+            f"data.text_paths=[{only.path}]: the only text file{limit}, and its line breaks do not cut it in "
+            f"{least} documents, as training and validation need; give two files or more in data.text_paths{remedy}"
         )
     return sections, skipped
 
@@ -273,11 +273,11 @@ def _read_text(file: TextFile) -> bytes | None:
         data = file.path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{file.path}: cannot be read ({error.strerror}); make it readable or move it away"
+            f"data.text_paths=[{file.path}]: cannot be read ({error.strerror}); make it readable or move it away"
         ) from error
     reason = _not_text(data)
     if reason and file.given:
-        raise ConfigError(f"data.text_paths={str(file.path)!r}: {reason}; give UTF-8 text")
+        raise ConfigError(f"data.text_paths=[{file.path}]: {reason}; give UTF-8 text")
     return None if reason else data
 
 
@@ -294,7 +294,7 @@ def _not_text(data: bytes) -> str:
 def _nothing_taken(files: Sequence[TextFile], skipped: int, max_bytes: int) -> ConfigError:
     if skipped == len(files) or not max_bytes:
         return ConfigError(
-            f"data.text_paths: none of the {len(files)} files is UTF-8 text (the first is {files[0].path}); "
+            f"data.text_paths=[{files[0].path}, …]: none of the {len(files)} files is UTF-8 text; "
             "give files or folders that hold text"
         )
     smallest = min(file.size for file in files)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import CollectiveLog, Communicator
 from moe_engine.layout import Layout, Placement
 
@@ -45,16 +46,29 @@ def start(device: torch.device, init_method: str | None = None, timeout_s: float
     """Join the ranks that the environment (RANK, WORLD_SIZE, MASTER_ADDR …) names; returns this rank.
 
     A world of one starts nothing. `timeout_s` bounds every collective, so that a lost rank ends the others.
+    Raises ConfigError where the ranks cannot meet.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-        )
+        try:
+            dist.init_process_group(
+                backend, init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise ConfigError(_cannot_meet(error)) from error
     return rank
+
+
+def _cannot_meet(error: Exception) -> str:
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    reason, other = str(error).partition("\n")[0], int(port) % 60000 + 1 if port.isdecimal() else 29500
+    return (
+        f"MASTER_ADDR={address} MASTER_PORT={port}: the ranks cannot meet there ({reason}); use the address of rank "
+        f"0's host, which all ranks reach, and a free port there, for example MASTER_PORT={other}"
+    )
 
 
 def stop() -> None:

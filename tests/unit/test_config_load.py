@@ -108,7 +108,9 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=reason) as caught:
             from_yaml(path)
         assert str(path) in str(caught.value)
-    assert problems("missing.yaml") == ["missing.yaml: no such file"]
+    assert problems("missing.yaml") == [
+        "missing.yaml: no such file; values are written name=value, or in a file like a run's config.yaml"
+    ]
 
 
 MISTAKES = {
@@ -139,7 +141,7 @@ MISTAKES = {
     "experiment=big": "no such experiment; there are ",
     "experiment=": "no such experiment; there are ",
     "precision=fp8": "no such precision; there are bf16, fp32, fp64",
-    "precision=FP32": "no such precision; there are bf16, fp32, fp64",
+    "precision=FP32": "no such precision; did you mean fp32? There are bf16, fp32, fp64",
     "pipeline=1f2b": "no such pipeline; did you mean 1f1b? There are 1f1b, ",
     "optim=adam": "no such optim; did you mean adamw? There are adamw",
     "model=null": "no such model; there are ",
@@ -204,7 +206,10 @@ def test_unknown_keys_of_a_file_are_refused_with_their_whole_name(tmp_path: Path
 
 def test_interpolations_work_and_broken_ones_are_named() -> None:
     assert load("train", ["run.name=${model.name}-a"]).run.name == "tiny-a"
-    assert problems("run.name=${model.nam}") == ["run.name: Interpolation key 'model.nam' not found"]
+    assert problems("run.name=${model.nam}") == [
+        "run.name=${model.nam}: Interpolation key 'model.nam' not found; name an option that a file or the command "
+        "line sets, or write the value itself"
+    ]
 
 
 def test_conf_lies_beside_the_package_in_a_checkout() -> None:

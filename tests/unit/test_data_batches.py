@@ -224,7 +224,9 @@ def test_fixed_rows_are_the_first_in_plain_order(write: Write) -> None:
 
 def test_text_shorter_than_a_row_names_lengths_that_work(write: Write) -> None:
     stream = counting(write, 100)
-    with pytest.raises(ConfigError, match="train.seq_len=256: the train text has 100 tokens.*= 258; .*seq_len<=98"):
+    with pytest.raises(
+        ConfigError, match="train.seq_len=256: the train text has 100 tokens.*= 258; .*seq_len=98 or less"
+    ):
         PackedDataset(stream, seq_len=256, mtp_depth=1)
     assert PackedDataset(stream, seq_len=98, mtp_depth=1).num_rows == 1
     with pytest.raises(ConfigError, match="validation text has 0 tokens.*give more text"):

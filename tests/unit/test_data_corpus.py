@@ -159,7 +159,7 @@ def test_refuses_a_negative_limit(folder: Path) -> None:
 
 
 def test_refuses_a_cache_folder_that_cannot_be(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data.cache_dir='.*file0.txt': cannot make this folder"):
+    with pytest.raises(ConfigError, match="data.cache_dir=.*file0.txt: cannot make this folder"):
         prepare_text([str(folder)], folder / "file0.txt", validation_fraction=0.3)
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_cache_is_named_with_what_to_do(folder: Path, name: str, damag
         os.truncate(path, path.stat().st_size // 2)
     else:
         path.unlink()
-    with pytest.raises(ConfigError, match=f"{made.folder.name}: .*delete this folder to make them anew"):
+    with pytest.raises(ConfigError, match=f"{made.folder.name} are damaged; delete that folder, they are made anew: "):
         prepare(folder)
 
 
@@ -180,7 +180,7 @@ def test_a_failed_build_leaves_nothing_and_the_next_call_builds(folder: Path, mo
     def full_disk(path: Path) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="data.cache_dir=.*No space"):
         patch.setattr(corpus, "_content_digest", full_disk)
         prepare(folder)
     assert [name for name in entries(folder) if not name.endswith(".lock")] == []
