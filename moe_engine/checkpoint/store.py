@@ -148,11 +148,13 @@ def check_resume(folder: Path, model: ModelConfig, master: str) -> None:
 
     Raises ConfigError with a line for each option that cannot change. Values are not read.
     """
-    with warnings.catch_warnings():  # who loads will say what it passes by
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as passed_by:  # where one is found, who loads it will say this again
+        warnings.simplefilter("always")
         path = newest(folder)
     if path is None:
-        raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}; start with run.resume=false")
+        why = "".join(f" ({warning.message})" for warning in passed_by)
+        anew = "start with run.resume=false" + (" run.overwrite=true" if passed_by else "")
+        raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}{why}; {anew}")
     index = files.read_index(path)
     problems = []
     stored = next((entry.dtype for key, entry in index.tensors.items() if key.startswith(f"{MASTER}/")), master)
