@@ -30,6 +30,7 @@ MODULES = (
     "quantize",
     "grouped_gemm",
     "grouped_gemm_fp8",
+    "hopper_gemm_fp8",
     "grouped_wgrad",
     "grouped_wgrad_fp8",
     "swiglu",

@@ -23,7 +23,7 @@ _PRODUCT = "Tensor counts, Tensor? source=None"
 _SCHEMAS = {
     "grouped_gemm": f"(Tensor a, Tensor b, {_PRODUCT}, int? num_sms=None) -> Tensor",
     "grouped_gemm_fp8": "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "
-    f"{_PRODUCT}, ScalarType dtype=bfloat16, int? num_sms=None) -> Tensor",
+    f"{_PRODUCT}, ScalarType dtype=bfloat16, int? num_sms=None, bool hopper=False) -> Tensor",
     "grouped_wgrad": "(Tensor d_out, Tensor a, Tensor counts) -> Tensor",
     "grouped_wgrad_fp8": "(Tensor d_out, Tensor d_out_scale, Tensor a, Tensor a_scale, Tensor counts) -> Tensor",
     "permute": "(Tensor x, Tensor source) -> Tensor",
@@ -109,8 +109,8 @@ def _half(gate_up: Tensor) -> Tensor:
 
 _FAKES: dict[str, Callable[..., Outputs]] = {
     "grouped_gemm": lambda a, b, counts, source=None, num_sms=None: a.new_empty(_row_count(a, source), b.shape[2]),
-    "grouped_gemm_fp8": lambda a, a_scale, b, b_scale, counts, source=None, dtype=torch.bfloat16, num_sms=None: (
-        a.new_empty(_row_count(a, source), b.shape[1], dtype=dtype)
+    "grouped_gemm_fp8": lambda a, a_scale, b, b_scale, counts, source=None, dtype=torch.bfloat16, *_, **__: a.new_empty(
+        _row_count(a, source), b.shape[1], dtype=dtype
     ),
     "grouped_wgrad": _fake_wgrad,
     "grouped_wgrad_fp8": lambda d_out, d_out_scale, a, a_scale, counts: _fp32(

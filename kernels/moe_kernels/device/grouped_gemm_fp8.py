@@ -7,6 +7,7 @@ this one is waited for. Both operands lie along the sum, as sm_90 wants fp8.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ def grouped_gemm_fp8(
     source: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
+    hopper: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """See `reference.grouped_gemm_fp8`; `num_sms` and errors as in `grouped_gemm`. The sum's size: a multiple of 16."""
@@ -96,12 +98,17 @@ def grouped_gemm_fp8(
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
     if not out.numel() or not depth:
         return out.zero_()
+    a, a_scale, b, b_scale = (x.contiguous() for x in (a, a_scale, b, b_scale))
+    if hopper and source is None:
+        form = importlib.import_module("moe_kernels.device.hopper_gemm_fp8")
+        if form.usable(a.device, grouped_gemm_fp8):
+            result: Tensor = form.hopper_gemm_fp8(a, a_scale, b, b_scale, counts, dtype, num_sms)
+            return result
     tile = tile or choose(TILES, rows, groups)
-    a = a.contiguous()
     bound = (triton.cdiv(rows, tile.rows) + groups) * triton.cdiv(columns, tile.columns)
     _grouped_gemm_fp8_kernel[(min(bound, num_sms or multiprocessors(a.device)),)](
-        TensorDescriptor.from_tensor(a, [tile.rows, BLOCK]), a, a_scale.contiguous(), source,
-        TensorDescriptor.from_tensor(b.contiguous().flatten(0, 1), [tile.columns, BLOCK]), b_scale.contiguous(),
+        TensorDescriptor.from_tensor(a, [tile.rows, BLOCK]), a, a_scale, source,
+        TensorDescriptor.from_tensor(b.flatten(0, 1), [tile.columns, BLOCK]), b_scale,
         out, device_counts(counts), rows, a.shape[0], columns, depth, groups,
         **_constants(tile, group_bound(counts), source is not None), **tile.options(),
     )  # fmt: skip

@@ -26,13 +26,15 @@ def grouped_gemm_fp8(
     source: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """Each group of fp8 rows times its own fp8 matrix transposed, summed in fp32 and rounded once to `dtype`.
 
     a [N, in] with a_scale [ceil(in/128), N] (`quantize_rows`): rows sorted by group; or, with `source` [N] int64,
     row n is row source[n] of a [R, in]. b [e, out, in] with b_scale [e, ceil(out/128), ceil(in/128)]
     (`quantize_blocks`; its transposed codes and scales give the input gradient). counts [e]: rows of each group,
-    summing to at most N. Returns [N, out]; rows after the last group are zero. num_sms: see `grouped_gemm`.
+    summing to at most N. Returns [N, out]; rows after the last group are zero. num_sms: see `grouped_gemm`. hopper: on
+    sm_90, without `source`, use the form whose warps have roles, if it gives the other form's results there.
     """
     wide = dequantize_rows(a, a_scale)
     return grouped_gemm(wide, dequantize_blocks(b, b_scale).transpose(1, 2), as_list(counts), source).to(dtype)

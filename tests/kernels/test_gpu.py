@@ -1,0 +1,97 @@
+"""Every kernel on a GPU against the reference (`make gpu`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from measures import assert_same_bits, calc_diff, randn
+from torch import Tensor
+
+import moe_kernels
+from moe_kernels import reference
+from moe_kernels.fp8_format import GRADIENT_AMAX
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+COUNTS = [[0, 1, 7, 300], [1024, 0, 127, 513], [128, 129, 0, 0]]
+
+
+def cuda(*shape: int, seed: int = 0) -> Tensor:
+    return randn(*shape, seed=seed).cuda()
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_quantisation_has_the_bits_of_the_cpu(counts: list[int], power_of_two: bool) -> None:
+    x, sizes = cuda(sum(counts) + 5, 1040), torch.tensor(counts)
+    for floor in (1e-4, GRADIENT_AMAX):
+        options = (floor, power_of_two)
+        results = (*moe_kernels.quantize_rows(x, *options), *moe_kernels.quantize_blocks(x, *options))
+        results += moe_kernels.quantize_rows_and_columns(x, sizes.cuda(), *options)
+        expected = (*reference.quantize_rows(x.cpu(), *options), *reference.quantize_blocks(x.cpu(), *options))
+        expected += reference.quantize_rows_and_columns(x.cpu(), sizes, *options)
+        assert_same_bits([y.cpu() for y in results], expected)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_products(counts: list[int]) -> None:
+    rows, sizes = sum(counts) + 5, torch.tensor(counts).cuda()
+    x, w = cuda(rows, 1040), cuda(4, 400, 1040, seed=1)
+    source = torch.randperm(rows).cuda()
+    for b in (w.transpose(1, 2), w.transpose(1, 2).contiguous()):
+        exact = reference.grouped_gemm(x.double(), b.double(), counts)
+        assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes), exact) < 1e-5
+        gathered = reference.grouped_gemm(x.double(), b.double(), counts, source)
+        assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes, source), gathered) < 1e-5
+    a, (codes, _, scale) = moe_kernels.quantize_rows(x), moe_kernels.quantize_blocks(w)
+    exact = reference.grouped_gemm_fp8(*a, codes, scale, counts, dtype=torch.float32)
+    for hopper in (False, True):
+        out = moe_kernels.grouped_gemm_fp8(*a, codes, scale, sizes, dtype=torch.float32, hopper=hopper)
+        assert calc_diff(out, exact) < 1e-6 and not out[-5:].any()
+    d = cuda(rows, 400, seed=2)
+    exact = reference.grouped_wgrad(d.double(), x.double(), counts)
+    grad = moe_kernels.grouped_wgrad(d, x, sizes)
+    assert grad.dtype == torch.float32 and calc_diff(grad, exact) < 1e-9
+    assert calc_diff(moe_kernels.grouped_wgrad(d, x, sizes, grad.clone()), 2 * exact) < 1e-9
+    columns = (*moe_kernels.quantize_columns(d, sizes, GRADIENT_AMAX), *moe_kernels.quantize_columns(x, sizes))
+    exact = reference.grouped_wgrad_fp8(*columns, counts)
+    assert calc_diff(moe_kernels.grouped_wgrad_fp8(*columns, sizes), exact) < 1e-6
+
+
+def test_the_hopper_form_agrees_where_there_is_a_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    from moe_kernels.device import hopper_gemm_fp8
+    from moe_kernels.device.grouped_gemm_fp8 import grouped_gemm_fp8
+
+    assert hopper_gemm_fp8.usable(torch.device("cuda"), grouped_gemm_fp8)
+
+
+@pytest.mark.parametrize("hidden", [128, 200])
+def test_swiglu(hidden: int) -> None:
+    gate_up, d_out, weight = cuda(77, 2 * hidden), cuda(77, hidden, seed=1), torch.rand(77, device="cuda")
+    results = (moe_kernels.swiglu(gate_up, weight), *moe_kernels.swiglu_backward_recompute(d_out, gate_up, weight))
+    exact = (reference.swiglu(gate_up.double(), weight.double()),)
+    exact += reference.swiglu_backward_recompute(d_out.double(), gate_up.double(), weight.double())
+    assert all(calc_diff(a, b) < 1e-5 for a, b in zip(results, exact, strict=True))
+    codes, scale, d_weight, act, act_scale = moe_kernels.swiglu_backward_fp8(d_out, gate_up, weight)
+    fp8 = (moe_kernels.dequantize_rows(codes, scale), d_weight, moe_kernels.dequantize_rows(act, act_scale))
+    assert all(calc_diff(a, b) < 1e-3 for a, b in zip(fp8, exact[1:], strict=True))
+    assert calc_diff(moe_kernels.dequantize_rows(*moe_kernels.swiglu_fp8(gate_up, weight)), exact[0]) < 1e-3
+
+
+def test_permutation_and_routing() -> None:
+    x, places = cuda(9, 1040), torch.tensor([[3, 1, -1], [-1, -1, -1], [8, -1, 0]]).cuda()
+    codes = moe_kernels.quantize_rows(x)
+    assert_same_bits([moe_kernels.permute(x, places[2].abs())], [x[places[2].abs()]])
+    assert_same_bits([moe_kernels.unpermute(x, places)], [reference.unpermute(x, places)])
+    expected = reference.permute_fp8(*codes, places[2].abs())
+    assert_same_bits(moe_kernels.permute_fp8(*codes, places[2].abs()), expected)
+    assert_same_bits([moe_kernels.unpermute_fp8(*codes, places)], [reference.unpermute_fp8(*codes, places)])
+    logits, bias = cuda(500, 256).float(), cuda(256, seed=1).float() / 9
+    result = moe_kernels.route(logits, bias, 8, 8, 4, route_scale=2.5)
+    expected = reference.route(logits, bias, 8, 8, 4, route_scale=2.5)
+    assert torch.equal(result[0], expected[0]) and torch.equal(result[3], expected[3])
+    assert torch.allclose(result[1], expected[1], rtol=1e-5)
