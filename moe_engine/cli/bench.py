@@ -23,6 +23,7 @@ class Entry(NamedTuple):
 
 BENCHMARKS = {
     "step": Entry("moe_engine.bench.step", "bench", "whole training steps against the same model in plain PyTorch"),
+    "schedule": Entry("moe_engine.bench.schedule", "bench_schedule", "schedules with sleeping stages, as simulated?"),
 }
 
 SUMMARY = "measure speed, and compare two measurements"

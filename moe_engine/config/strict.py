@@ -214,14 +214,19 @@ def _str_list(value: Any) -> tuple[Any, str | None]:
     return value, None if good else "a list of texts is expected (numbers in quotes)"
 
 
+def _int_list(value: Any) -> tuple[Any, str | None]:
+    good = isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    return value, None if good else "a list of whole numbers is expected"
+
+
 _CONVERTERS: Mapping[Any, Any] = types.MappingProxyType(
-    {int: _int, float: _float, bool: _bool, str: _str, list[str]: _str_list}
+    {int: _int, float: _float, bool: _bool, str: _str, list[str]: _str_list, list[int]: _int_list}
 )
 
 
 def _example(hint: Any) -> Any:
     """A value of a type, where the schema's default says nothing."""
-    examples = {int: 1, float: 1.0, bool: True, str: "text", list[str]: ["first", "second"]}
+    examples = {int: 1, float: 1.0, bool: True, str: "text", list[str]: ["first", "second"], list[int]: [1, 2]}
     return examples[Option("", hint, None).base_type]
 
 
