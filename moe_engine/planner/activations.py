@@ -103,7 +103,7 @@ def _attention_tensors(model: Architecture, strategy: Strategy) -> list[Kept]:
         Kept("k", two * key_value_heads * model.qk_head_dim, up),
         Kept("v", two * key_value_heads * model.v_head_dim, up),
     ]
-    tensors.append(Kept("attention out", two * heads * model.v_head_dim))
+    tensors.append(Kept("attention out", eight * heads * model.v_head_dim))
     if strategy.flash:
         tensors.append(Kept("logsumexp", 4 * tokens * heads, ("core_attn",)))
     else:
@@ -118,10 +118,10 @@ def _attention_tensors(model: Architecture, strategy: Strategy) -> list[Kept]:
 def _mlp_tensors(model: Architecture, strategy: Strategy, hidden: int, name: str) -> list[Kept]:
     """Input, what the activation function reads, and what it makes."""
     tokens, tp, cut = strategy.tokens, strategy.layout.tp, _sequence_cut(strategy)
-    two, eight = 2.0 * tokens, (1.0 if strategy.precision.fp8_activations else 2.0) * tokens
+    eight = (1.0 if strategy.precision.fp8_activations else 2.0) * tokens
     tensors = [
         Kept(f"{name} norm out", eight * model.dim / cut, ("norm",)),
-        Kept(f"{name} up", two * model.up_factor * hidden / tp, ("mlp",)),
+        Kept(f"{name} up", eight * model.up_factor * hidden / tp, ("mlp",)),
         Kept(f"{name} act", eight * hidden / tp, ("mlp", "moe_act")),
     ]
     if strategy.dropout:
@@ -139,7 +139,7 @@ def _moe_tensors(model: Architecture, strategy: Strategy, keeping: str, load: fl
             tensors.append(Kept("shared in", two * model.dim, ("norm",)))
         # the shared expert is cut by tensor parallelism: all tokens, part of the width
         tensors += [
-            Kept("shared up", two * cut * model.up_factor * model.shared_hidden / tp, ("moe",)),
+            Kept("shared up", eight * tokens * cut * model.up_factor * model.shared_hidden / tp, ("moe",)),
             Kept("shared act", eight * tokens * cut * model.shared_hidden / tp, ("moe", "moe_act")),
         ]
     rows = tokens * model.top_k * load * strategy.etp
@@ -150,7 +150,7 @@ def _moe_tensors(model: Architecture, strategy: Strategy, keeping: str, load: fl
         Kept("probabilities", 2 * tokens * model.num_experts),
         Kept("row map", 8 * tokens * model.num_experts if keeping == "megatron" else 12 * rows),
         Kept("permuted input", eight * (rows if keeping == "megatron" else arriving) * model.dim, ("moe",)),
-        Kept("expert up", 2 * rows * model.up_factor * model.expert_hidden / strategy.etp, ("moe",)),
+        Kept("expert up", eight * rows * model.up_factor * model.expert_hidden / strategy.etp, ("moe",)),
         Kept("expert act", eight * rows * model.expert_hidden / strategy.etp, ("moe", "moe_act")),
     ]
     if keeping == "megatron":

@@ -10,6 +10,7 @@ a forward adds what its stage keeps, the end of its backward takes it away.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from moe_engine.planner.activations import Kept, block_tensors, head_tensors, kept_bytes
 from moe_engine.planner.architecture import Architecture
@@ -101,16 +102,17 @@ def state_bytes(count: float, sharers: float, strategy: Strategy) -> StateBytes:
 def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[RankMemory]:
     """The memory of each pipeline rank; `keeping` and `load` as in `activations.block_tensors`."""
     strategy = cut.strategy
-    lists = _steady_lists(strategy)
-    kept = [_stage_kept(cut, stage, keeping, load) for stage in range(len(cut.stages))]
-    working = [_stage_working(cut, stage, keeping, load) for stage in range(len(cut.stages))]
+    live = live_counts(strategy.schedule, strategy.layout.pp, _steady(strategy), strategy.virtual_stages)
+    needs = _stage_needs(cut, keeping, load)
+    kept, working = [need[0] for need in needs], [need[1] for need in needs]
+    sizes = [sum(tensors.values()) for tensors in kept]
     ranks = []
     for pp, stages in enumerate(cut.placement.stages_of_rank):
-        counts = peak_in_flight(lists[pp], {stage: sum(kept[stage].values()) for stage in stages})
+        counts = max(live[pp], key=lambda found: sum(sizes[s] * n for s, n in zip(stages, found, strict=True)))
         activations: dict[str, float] = {}
-        for stage in stages:
+        for stage, count in zip(stages, counts, strict=True):
             for name, size in kept[stage].items():
-                activations[name] = activations.get(name, 0.0) + size * counts.get(stage, 0)
+                activations[name] = activations.get(name, 0.0) + size * count
         states, dense, experts = _states(cut, pp)
         ranks.append(
             RankMemory(
@@ -122,7 +124,7 @@ def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[Ra
                 gradients=states.gradients,
                 master=states.master,
                 moments=states.moments,
-                in_flight=tuple(counts.get(stage, 0) for stage in stages),
+                in_flight=counts,
                 activations=activations,
                 working=max(working[stage] for stage in stages),
                 buffers=_buffers(cut, pp),
@@ -131,24 +133,47 @@ def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[Ra
     return ranks
 
 
-def peak_in_flight(actions: list[Action], stage_bytes: dict[int, float]) -> dict[int, int]:
-    """How many micro-batches of each stage a rank keeps when what it keeps is largest.
+def least_states(cut: Cut) -> float:
+    """Bytes of states of the rank that has most of them: what no recompute and no micro-batch makes smaller."""
+    return max(_states(cut, pp)[0].total for pp in range(cut.strategy.layout.pp))
 
-    A weight gradient still in the queue keeps its micro-batch: memory is free after W.
+
+@lru_cache(maxsize=512)
+def live_counts(name: str, pp: int, micro_batches: int, virtual: int) -> list[list[tuple[int, ...]]]:
+    """For every rank, how many micro-batches of each of its stages it keeps, at all moments that can be its fullest.
+
+    Moments at which it keeps no more of any stage than at another are left out. A weight gradient still in the queue
+    keeps its micro-batch: memory is free after W.
     """
-    live = dict.fromkeys(stage_bytes, 0)
-    split = {(half.micro_batch, half.stage) for action in actions for half in action.halves() if half.kind is Kind.W}
-    peak, at_peak = -1.0, dict(live)
+    lists = schedules.schedule(name, pp, micro_batches, virtual)
+    return [
+        _maximal(_moments(actions, stages))
+        for actions, stages in zip(lists, schedules.stage_of_rank(name, pp, virtual), strict=True)
+    ]
+
+
+def _moments(actions: list[Action], stages: list[int]) -> set[tuple[int, ...]]:
+    """What a rank keeps right after each of its forwards."""
+    place = {stage: i for i, stage in enumerate(stages)}
+    live = [0] * len(stages)
+    found = set()
     for action in actions:
         for half in action.halves():
             if half.kind is Kind.F:
-                live[half.stage] += 1
-                held = sum(live[stage] * size for stage, size in stage_bytes.items())
-                if held > peak:
-                    peak, at_peak = held, dict(live)
-            elif half.kind is not Kind.I or (half.micro_batch, half.stage) not in split:
-                live[half.stage] -= 1
-    return at_peak
+                live[place[half.stage]] += 1
+                found.add(tuple(live))
+            elif half.kind is not Kind.I:
+                live[place[half.stage]] -= 1
+    return found
+
+
+def _maximal(moments: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those that no other is at least as large as everywhere; largest sums first."""
+    kept: list[tuple[int, ...]] = []
+    for moment in sorted(moments, key=lambda m: (-sum(m), m)):
+        if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in kept):
+            kept.append(moment)
+    return kept
 
 
 def megatron_estimate(model: Architecture, strategy: Strategy) -> float:
@@ -184,49 +209,41 @@ def zero_table(parameters: float, ranks: int, gradient_bytes: float = 2) -> dict
     }
 
 
-def _steady_lists(strategy: Strategy) -> list[list[Action]]:
-    """The schedule's lists, of no more micro-batches than reach the steady state."""
-    pp, v = strategy.layout.pp, strategy.virtual_stages
-    enough = STEADY * pp * (v if strategy.schedule == "interleaved_1f1b" else 1)
-    micro_batches = strategy.micro_batches
-    if micro_batches > enough and strategy.schedule != "gpipe":
-        micro_batches = enough + micro_batches % 2 if strategy.schedule != "interleaved_1f1b" else enough
-    return schedules.schedule(strategy.schedule, pp, micro_batches, v)
+def _steady(strategy: Strategy) -> int:
+    """Micro-batches that reach the steady state, or as many as there are."""
+    enough = STEADY * strategy.layout.pp
+    if strategy.schedule == "gpipe" or strategy.micro_batches <= enough:
+        return strategy.micro_batches
+    return enough
 
 
-def _blocks(cut: Cut, stage: int, keeping: str, load: float) -> list[list[Kept]]:
-    """The tensors of each block of a stage; MTP blocks keep the two halves of their projection's input besides."""
-    tensors = {
-        moe: block_tensors(cut.model, cut.strategy, moe, keeping, load) for moe in set(cut.blocks(cut.stages[stage]))
-    }
-    return [tensors[moe] for moe in cut.blocks(cut.stages[stage])]
+def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[dict[str, float], float]]:
+    """For each stage, what it keeps of one micro-batch, by tensor, and what its blocks need while they compute."""
+    model, strategy = cut.model, cut.strategy
+    tensors = {moe: block_tensors(model, strategy, moe, keeping, load) for moe in (False, True)[: 1 + cut.has_experts]}
+    kept = {moe: kept_bytes(found, strategy.recompute) for moe, found in tensors.items()}
+    working = {moe: _working(found, kept[moe]) for moe, found in tensors.items()}
+    head = {tensor.name: tensor.bytes for tensor in head_tensors(model, strategy)}
+    needs = []
+    for spec in cut.stages:
+        blocks = cut.blocks(spec)
+        total: dict[str, float] = {}
+        for moe in sorted(set(blocks)):
+            for name, size in kept[moe].items():
+                total[name] = total.get(name, 0.0) + size * blocks.count(moe)
+        if spec.first:
+            total["token ids"] = 8 * strategy.tokens
+        if spec.head:
+            total |= {name: size * (1 + len(spec.mtp)) for name, size in head.items()}
+        needs.append((total, max((working[moe] for moe in set(blocks)), default=0.0)))
+    return needs
 
 
-def _stage_kept(cut: Cut, stage: int, keeping: str, load: float) -> dict[str, float]:
-    """Bytes that a stage keeps of one micro-batch, by tensor."""
-    strategy, spec = cut.strategy, cut.stages[stage]
-    kept: dict[str, float] = {}
-    for tensors in _blocks(cut, stage, keeping, load):
-        for name, size in kept_bytes(tensors, strategy.recompute).items():
-            kept[name] = kept.get(name, 0.0) + size
-    if spec.embedding and spec.first:
-        kept["token ids"] = 8 * strategy.tokens
-    if spec.head:
-        for _ in range(1 + len(spec.mtp)):
-            for tensor in head_tensors(cut.model, strategy):
-                kept[tensor.name] = kept.get(tensor.name, 0.0) + tensor.bytes
-    return kept
-
-
-def _stage_working(cut: Cut, stage: int, keeping: str, load: float) -> float:
-    """The most that one block needs in backward besides what is kept: recomputed tensors, and gradients of the
-    two largest tensors that it reads or makes."""
-    most = 0.0
-    for tensors in _blocks(cut, stage, keeping, load):
-        kept = sum(kept_bytes(tensors, cut.strategy.recompute).values())
-        largest = sorted((tensor.bytes for tensor in tensors), reverse=True)[:2]
-        most = max(most, sum(tensor.bytes for tensor in tensors) - kept + sum(largest))
-    return most
+def _working(tensors: list[Kept], kept: dict[str, float]) -> float:
+    """What one block needs in backward besides what is kept: recomputed tensors, and gradients of the two largest
+    tensors that it reads or makes."""
+    largest = sorted((tensor.bytes for tensor in tensors), reverse=True)[:2]
+    return sum(tensor.bytes for tensor in tensors) - sum(kept.values()) + sum(largest)
 
 
 def _states(cut: Cut, pp: int) -> tuple[StateBytes, float, float]:

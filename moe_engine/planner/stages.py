@@ -35,11 +35,16 @@ class Cut:
     @cached_property
     def parts(self) -> list[dict[str, Held]]:
         """For each stage, the parameters on one rank of every part, by the part's global name."""
-        return [{part: self._held(part, stage) for part in self._parts_of(stage)} for stage in self.stages]
+        blocks = {moe: self._block(moe) for moe in (False, True)[: 1 + self.has_experts]}
+        return [{part: self._held(part, stage, blocks) for part in self._parts_of(stage)} for stage in self.stages]
 
     def rank_parts(self, pp: int) -> dict[str, Held]:
         """The parts that a pipeline rank holds; one in two of its stages is counted once."""
         return {part: held for stage in self.placement.stages_of_rank[pp] for part, held in self.parts[stage].items()}
+
+    @property
+    def has_experts(self) -> bool:
+        return self.model.num_experts > 0
 
     def _parts_of(self, stage: StageSpec) -> list[str]:
         names = ["embedding"] if stage.embedding else []
@@ -48,7 +53,7 @@ class Cut:
         names += ["head"] if (stage.head or stage.mtp) and not self.model.tied_head else []
         return names
 
-    def _held(self, part: str, stage: StageSpec) -> Held:
+    def _held(self, part: str, stage: StageSpec, blocks: dict[bool, Held]) -> Held:
         model, tp = self.model, self.strategy.layout.tp
         kind = part.partition(".")[0]
         if kind == "embedding":
@@ -58,10 +63,14 @@ class Cut:
             return Held(model.vocabulary_size / tp)
         if kind == "norm":
             return Held(model.dim * model.norm_vectors)
-        moe = self.is_moe(part)
-        dense = sum(matrix.local(tp) for matrix in model.dense_matrices(moe)) + model.vectors(moe)
-        dense += model.mtp_extra if kind == "mtp" else 0
-        local_experts = model.num_experts / self.strategy.layout.ep / self.strategy.etp if moe else 0
+        block = blocks[self.is_moe(part)]
+        return Held(block.dense + model.mtp_extra, block.expert) if kind == "mtp" else block
+
+    def _block(self, moe: bool) -> Held:
+        """Parameters of one transformer block on one rank."""
+        model, strategy = self.model, self.strategy
+        dense = sum(matrix.local(strategy.layout.tp) for matrix in model.dense_matrices(moe)) + model.vectors(moe)
+        local_experts = model.num_experts / strategy.layout.ep / strategy.etp if moe else 0
         return Held(dense, local_experts * model.expert_size)
 
     def is_moe(self, part: str) -> bool:

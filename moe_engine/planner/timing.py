@@ -7,12 +7,14 @@ comes on top, less what hides beside the first and last micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from moe_engine.planner import hardware
+from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.stages import Cut
+from moe_engine.planner.strategy import Overlap
 from moe_engine.planner.work import Passes, Rates, Work, block_parts, head_passes
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Kind
@@ -115,10 +117,10 @@ def step_time(work: StepWork, efficiency: Efficiency) -> StepTime:
             communication["context parallel"] += whole.cp / efficiency.links * times
             communication["dispatch and combine"] += whole.ep / efficiency.links * times
     busy = _busy(work, costs, busiest) * strategy.micro_batches
-    paired = sum(parts.values()) - busy  # what overlapped pairs hide
-    if paired > 1e-12:
-        parts["hidden by pairs"] = -paired
-        hidden += paired
+    unlike = busy - sum(parts.values())  # overlapped pairs hide some; ZeRO-3 adds its exchange to every pass
+    if abs(unlike) > 1e-9 * busy:
+        parts["hidden by pairs" if unlike < 0 else "ZeRO-3 exchange"] = unlike
+        hidden -= min(0.0, unlike)
     parts["bubble"] = makespan - busy
     once = _exposed_once(work, efficiency, costs)
     parts |= once
@@ -158,24 +160,38 @@ def quick_seconds(work: StepWork, efficiency: Efficiency, steadiness: float) -> 
 def stage_cost(work: StepWork, stage: int, efficiency: Efficiency) -> Cost:
     """A stage's passes as the simulator's costs: computation, and the communication that nothing hides."""
     strategy, total = work.cut.strategy, work.stages[stage].total
-    overlap = strategy.overlap
-    seconds = [
-        passes.compute_seconds(efficiency) + _exposed(passes, efficiency, overlap.tp, overlap.cp, overlap.ep)
-        for passes in (total.forward, total.dgrad, total.wgrad)
-    ]
-    forward, backward, wgrad = seconds[0], seconds[1] + seconds[2], seconds[2]
+    cost = _cost(total, strategy.overlap, efficiency)
+    forward, backward = cost.f, cost.b
     if strategy.zero >= 3:
         share = strategy.layout.pp / sum(len(stages) for stages in work.cut.placement.stages_of_rank)
         gather, reduce = work.gather / efficiency.links * share, work.reduce / efficiency.links * share
-        forward += beside(gather / 2, overlap.dp * forward)
-        backward += beside(gather / 2 + reduce, overlap.dp * backward)
-    both = total.forward + total.dgrad + total.wgrad
-    pair = max(
-        both.compute_seconds(efficiency) + (both.tp + both.cp * (1 - overlap.cp)) / efficiency.links,
-        both.communication_seconds(efficiency),
+        forward += beside(gather / 2, strategy.overlap.dp * forward)
+        backward += beside(gather / 2 + reduce, strategy.overlap.dp * backward)
+    return Cost(f=forward, b=backward, w=cost.w, fb=cost.fb, communication=work.message / efficiency.links)
+
+
+def block_cost(model: Architecture, rates: Rates, moe: bool, efficiency: Efficiency) -> Cost:
+    """The costs of one block by itself."""
+    passes = sum(block_parts(model, rates, moe).values(), Passes(Work(), Work(), Work()))
+    return _cost(passes, rates.strategy.overlap, efficiency)
+
+
+def head_cost(model: Architecture, rates: Rates, efficiency: Efficiency) -> float:
+    """Seconds of the head and the loss, forward and backward, of one micro-batch."""
+    cost = _cost(head_passes(model, rates), rates.strategy.overlap, efficiency)
+    return cost.f + cost.b
+
+
+def _cost(passes: Passes, overlap: Overlap, efficiency: Efficiency) -> Cost:
+    """Passes as costs, without pipeline messages and data-parallel communication."""
+    forward, dgrad, wgrad = (
+        work.compute_seconds(efficiency) + _exposed(work, efficiency, overlap.tp, overlap.cp, overlap.ep)
+        for work in (passes.forward, passes.dgrad, passes.wgrad)
     )
-    message = work.message / efficiency.links
-    return Cost(f=forward, b=backward, w=min(wgrad, backward), fb=min(pair, forward + backward), communication=message)
+    both = passes.forward + passes.dgrad + passes.wgrad
+    computing = both.compute_seconds(efficiency) + both.tp / efficiency.links
+    pair = computing + beside((both.ep + both.cp) / efficiency.links, computing)
+    return Cost(f=forward, b=dgrad + wgrad, w=wgrad, fb=min(pair, forward + dgrad + wgrad))
 
 
 def beside(communication: float, computation: float) -> float:
@@ -275,17 +291,3 @@ def _exposed_once(work: StepWork, efficiency: Efficiency, costs: list[Cost]) -> 
     reduce = beside(work.reduce / efficiency.links, hide * backward)
     gather = beside(work.gather / efficiency.links, hide * forward)
     return {"data parallel": reduce + gather, "optimizer": update}
-
-
-def without_communication(work: StepWork) -> StepWork:
-    """The same step on a network of no cost: what communication takes in all is the difference."""
-    silent = [
-        StageWork(
-            {
-                name: Passes(*(replace(w, tp=0.0, cp=0.0, ep=0.0) for w in vars(passes).values()))
-                for name, passes in stage.parts.items()
-            }
-        )
-        for stage in work.stages
-    ]
-    return replace(work, stages=tuple(silent), message=0.0, reduce=0.0, gather=0.0)
