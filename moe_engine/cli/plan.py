@@ -13,11 +13,11 @@ from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
-from moe_engine.planner import report
+from moe_engine.planner import report, search
 from moe_engine.planner.answer import answer
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.memory import zero_table
-from moe_engine.planner.request import PlanSection, efficiency_of, request
+from moe_engine.planner.request import PlanSection, Request, efficiency_of, request
 
 SUMMARY = "plan a run: memory of every rank, time of a step, days and GPU-hours"
 TOPICS = ("memory_70b",)
@@ -37,6 +37,7 @@ class PlanConfig:
     plan: PlanSection = field(default_factory=PlanSection)
     tokens: float = 1e12  # to train on, for days and GPU-hours
     topic: str = ""  # a worked example in place of a plan
+    search: bool = False  # find the fastest layouts in place of planning one
     out: str = ""  # a .json, .md or .svg file, or a folder for all three; empty: none
 
 
@@ -59,11 +60,13 @@ options:
   plan.compute=fp8          format of matrix products; also plan.etp, plan.load, plan.dispatch, plan.moment_bytes
   plan.matmul=0.7           shares of the card's rates in place of fitted ones; also grouped, attention, memory, links
   tokens=14.8e12            tokens to train on
+  search=true               the ten fastest layouts for this model, batch and cluster; out=best.yaml for `train`
   topic=memory_70b          worked example: 70 billion parameters under data parallel and ZeRO-1, 2, 3
   out=plan.json             also .md, .svg, or a folder for all
 
 examples:
   moe-engine plan model=deepseek_v3 cluster=h800_2048 parallel=deepseek_v3
+  moe-engine plan model=deepseek_v3 cluster=h800_2048 parallel=deepseek_v3 search=true
   moe-engine plan topic=memory_70b"""
 
 
@@ -76,7 +79,10 @@ def run(words: list[str]) -> int:
     asked = request(
         config.model, config.parallel, config.pipeline, config.precision, config.train, config.cluster, config.plan
     )
-    found = answer(asked, efficiency_of(config.plan, Efficiency()))
+    efficiency = efficiency_of(config.plan, Efficiency())
+    if config.search:
+        return _search(config, asked, efficiency)
+    found = answer(asked, efficiency)
     tables = report.tables(found, config.tokens)
     _print(tables)
     for warning in found.warnings:
@@ -91,6 +97,58 @@ def run(words: list[str]) -> int:
     return 0
 
 
+def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:
+    """Print the best layouts; `out` takes the first as values for `train`."""
+    result = search.search(asked, efficiency)
+    header = [
+        "",
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+        "ep",
+        "zero",
+        "schedule",
+        "mb",
+        "recompute",
+        "step s",
+        "tokens/s/GPU",
+        "GB",
+        "",
+    ]
+    rows = []
+    for position, found in enumerate(result.best, start=1):
+        strategy = found.answer.request.strategy
+        layout = strategy.layout
+        axes = [layout.tp, layout.cp, layout.pp, layout.dp, layout.ep, strategy.zero]
+        name = strategy.schedule + (f" x{strategy.virtual_stages}" if strategy.virtual_stages > 1 else "")
+        rows.append(
+            [
+                *map(str, [position, *axes, name, strategy.micro_batch]),
+                " ".join(sorted(strategy.recompute)),
+                f"{found.seconds:.3f}",
+                f"{found.answer.tokens_per_s_per_gpu:.0f}",
+                f"{found.answer.peak_bytes / report.GB:.1f}",
+                search.why(found, result.best[0]),
+            ]
+        )
+    title = (
+        f"The fastest layouts of {asked.cluster.gpus} {asked.cluster.card} "
+        f"({result.candidates} possible, {result.planned} planned in full, {result.too_large} did not fit)"
+    )
+    _print([report.Table(title, header, rows)])
+    across = search.tensor_parallel_across_nodes(result, efficiency)
+    if across:
+        print(across)
+    values = search.override(result.best[0])
+    if config.out:
+        Path(config.out).write_text(values)
+        print(f"values for `moe-engine train` written to {config.out}")
+    else:
+        print(f"the first as values for `moe-engine train`:\n{values}", end="")
+    return 0
+
+
 def _check_options(config: PlanConfig) -> None:
     """Raises ConfigError, with a line for each option of this command that cannot be as it is."""
     problems = []
@@ -99,7 +157,9 @@ def _check_options(config: PlanConfig) -> None:
     if config.tokens <= 0:
         problems.append(f"tokens={config.tokens}: must be positive; use tokens=1e12")
     out = Path(config.out)
-    if config.out and out.suffix and out.suffix not in SUFFIXES:
+    if config.search and config.out and out.suffix != ".yaml":
+        problems.append(f"out={config.out}: a search writes values for `train`; use out={out.with_suffix('.yaml')}")
+    elif not config.search and config.out and out.suffix and out.suffix not in SUFFIXES:
         problems.append(f"out={config.out}: written are {', '.join(SUFFIXES)}; use out={out.with_suffix('.json')}")
     if config.out and not out.absolute().parent.is_dir():
         problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")

@@ -20,7 +20,7 @@ from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 
 # More micro-batches than these many per stage change no peak: every schedule is in its steady state by then.
-STEADY = 4
+STEADY = 2
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from moe_engine.schedule.simulate import Cost, Prepared, prepare
 
 # A schedule repeats itself once it is full: longer ones are simulated up to this many micro-batches per rank and
 # extended by the time that each further one adds.
-SIMULATED = 3
+SIMULATED = 2
+FOLDED = ("zbv", "dualpipe", "dualpipev")  # these need one more to be full
 # How well two things at a time hide each other: 1 not at all, infinity perfectly.
 HIDING = 3.0
 
@@ -211,7 +212,7 @@ def _exposed(work: Work, efficiency: Efficiency, tp: float, cp: float, ep: float
 def _makespan(name: str, pp: int, micro_batches: int, virtual: int, costs: list[Cost]) -> float:
     """Simulated time of the passes of a step; long schedules by extension."""
     step = {"dualpipe": 2, "interleaved_1f1b": pp}.get(name, 1)
-    cap = SIMULATED * pp
+    cap = (SIMULATED + (name in FOLDED)) * pp
     if micro_batches <= cap + step:
         return prepared(name, pp, micro_batches, virtual).makespan(costs)
     first = cap + (micro_batches - cap) % step
