@@ -76,10 +76,7 @@ def run(words: list[str]) -> int:
     if config.topic:
         _print([_memory_70b(config.cluster.gpus)])
         return 0
-    asked = request(
-        config.model, config.parallel, config.pipeline, config.precision, config.train, config.cluster, config.plan
-    )
-    efficiency = efficiency_of(config.plan, Efficiency())
+    asked, efficiency = asked_of(config), efficiency_for(config)
     if config.search:
         return _search(config, asked, efficiency)
     found = answer(asked, efficiency)
@@ -95,6 +92,18 @@ def run(words: list[str]) -> int:
         }
         _write(Path(config.out), texts)
     return 0
+
+
+def asked_of(config: PlanConfig) -> Request:
+    """The question that a configuration asks. Raises ConfigError with a line for each rule that is broken."""
+    return request(
+        config.model, config.parallel, config.pipeline, config.precision, config.train, config.cluster, config.plan
+    )
+
+
+def efficiency_for(config: PlanConfig) -> Efficiency:
+    """What programs reach of the card's peaks: as given, else as fitted, else the defaults."""
+    return efficiency_of(config.plan, Efficiency())
 
 
 def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:

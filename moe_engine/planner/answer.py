@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_engine.planner.activations import distinct_ranks
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
@@ -17,8 +17,8 @@ SECONDS_OF_A_DAY = 86400.0
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything about one layout. mfu_causal and mfu_full: model FLOPs over the bf16 peak, attention counted for the
-    half below the diagonal or in full, MTP included; …_without_mtp as DeepSeek publishes them."""
+    """Everything about one layout. mfu: model FLOPs over the bf16 peak by convention: attention counted for the half
+    below the diagonal, or in full; MTP modules included, or left out as DeepSeek publishes them."""
 
     request: Request
     cut: Cut
@@ -71,9 +71,11 @@ def _mfu(request: Request, time: StepTime) -> dict[str, float]:
     strategy, cluster = request.strategy, request.cluster
     peak = cluster.peak("bf16") * cluster.gpus * time.seconds
     found = {}
-    for words, causal in (("causal attention", True), ("full attention", False)):
-        flops = 3 * request.model.forward_flops(strategy.seq_len, causal) * strategy.global_batch
-        found[words] = flops / peak
+    for mtp in (True, False)[: 1 + (request.model.mtp_depth > 0)]:
+        model = request.model if mtp else replace(request.model, mtp_depth=0)
+        for words, causal in (("causal attention", True), ("full attention", False)):
+            flops = 3 * model.forward_flops(strategy.seq_len, causal) * strategy.global_batch
+            found[words if mtp else f"{words}, MTP not counted"] = flops / peak
     return found
 
 
