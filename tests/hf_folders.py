@@ -131,3 +131,25 @@ def our_mtp_states(weights: Weights, hidden: Tensor, tokens: Tensor) -> Tensor:
     embedded = embedding(tokens.reshape(-1), stage.embedding.weight)
     x, _ = follow(module.walk(hidden.flatten(0, 1), embedded, context))
     return module.norm(x).view(hidden.shape)
+
+
+def fp8_folder(folder: Path, model: ModelConfig, fused: bool = False) -> tuple[Path, dict[str, Tensor]]:
+    """Every matrix of attention and MLPs as codes and scales, scales in other files; the values they stand for."""
+    tensors, stored = random_tensors(model, fused), {}
+    values = dict(tensors)
+    for key, tensor in tensors.items():
+        stored[key] = tensor
+        if tensor.dim() < 2 or not any(word in key for word in ("self_attn", "mlp.")) or "gate.weight" in key:
+            continue
+        *stacked, rows, columns = tensor.shape
+        codes = tensor.clamp(-400, 400).to(torch.float8_e4m3fn)
+        scale = torch.rand(*stacked, -(-rows // 128), -(-columns // 128)) + 0.5
+        stored[key], stored[f"{key}_scale_inv"] = codes, scale
+        spread = scale.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+        values[key] = codes.float() * spread
+    config = huggingface_config(model) | {
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        }
+    }  # fmt: skip
+    return write_folder(folder, config, stored, files=3), values

@@ -77,7 +77,7 @@ def run(words: list[str]) -> int:
         sizes = write(weights, out, dtype, int(config.max_shard_gb * 1e9), stream.Progress(show))
     print(
         f"{'Hugging Face folder' if to_huggingface else 'checkpoint'} {out}: {weights.model.name}, "
-        f"{len(weights.shapes):,} tensors, {sum(sizes.values()):,} bytes in {len(sizes)} files"
+        f"{len(weights.shapes):,} tensors, {sum(sizes.values()):,} bytes in {len(sizes)} file{'s' * (len(sizes) > 1)}"
     )
     return 0
 

@@ -1,0 +1,236 @@
+"""Hugging Face folders that are not as they should be: refused by name, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hf_folders import V2, V3, fp8_folder, random_folder, random_tensors, tensors_of, write_folder
+
+from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
+from moe_engine.checkpoint.huggingface.writer import write_huggingface
+from moe_engine.checkpoint.weights import CheckpointWeights, open_weights, write_checkpoint
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface import huggingface_config
+from moe_engine.config.schema import ModelConfig
+
+SMALL_SHARD = 20_000  # bytes: several files
+
+
+def changed(folder: Path, change: object, model: ModelConfig = V3) -> Path:
+    tensors = random_tensors(model)
+    change(tensors)  # type: ignore[operator]
+    return write_folder(folder, huggingface_config(model), tensors)
+
+
+DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(DOWN), f"{DOWN} is missing"),
+        (lambda t: t.pop("model.layers.3.enorm.weight"), "layers.3.enorm.weight is missing"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(2)}), "model.extra.weight is used by nothing"),
+        (lambda t: t.update({DOWN: t[DOWN].T.contiguous()}), r"has shape \[16, 32\] where .* has \[32, 16\]"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.down_proj": torch.ones(8, 32, 16)}),
+            "experts.down_proj is used by nothing",  # beside a tensor for each expert
+        ),
+        (
+            lambda t: t.update({"model.layers.4.hnorm.weight": torch.ones(32)}),
+            "layers.4.hnorm.weight is used by nothing",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)}), "norm.weight is of type I64"),
+    ],
+)
+def test_folder_that_does_not_hold_the_model_is_refused_by_name(change: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_weights(changed(tmp_path / "source", change))
+
+
+def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["more"] = tensors.pop(DOWN)
+        for e in range(8):
+            tensors.pop(f"model.layers.2.mlp.experts.{e}.up_proj.weight")
+
+    with pytest.raises(ConfigError, match=rf"{DOWN} is missing; .*experts.6.up_proj.weight is missing; and 2 more"):
+        open_weights(changed(tmp_path / "source", change))
+
+
+def test_tables_of_mtp_must_be_those_of_the_model(tmp_path: Path) -> None:
+    key = "model.layers.3.shared_head.head.weight"
+    weights = open_weights(changed(tmp_path / "source", lambda tensors: tensors[key][0].add_(1)))
+    with pytest.raises(ConfigError, match=f"{key} differs from lm_head.weight"):
+        weights.check_copies()
+    without = changed(tmp_path / "without", lambda tensors: tensors.pop(key))  # some leave them out
+    open_weights(without).check_copies()
+
+
+def test_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    model = replace(V3, tied_head=True)
+    same = changed(
+        tmp_path / "same", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}), model
+    )
+    open_weights(same).check_copies()
+    other = changed(tmp_path / "other", lambda t: t.update({"lm_head.weight": torch.ones(260, 32)}), model)
+    with pytest.raises(ConfigError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        open_weights(other).check_copies()
+
+
+def test_config_that_promises_mtp_and_has_none_is_said(tmp_path: Path) -> None:
+    """transformers writes num_nextn_predict_layers=1 for any DeepSeek-V3, and no MTP tensors."""
+    tensors = random_tensors(replace(V3, mtp_depth=0))
+    weights = open_weights(write_folder(tmp_path / "source", huggingface_config(V3), tensors))
+    assert weights.model.mtp_depth == 0 and "num_nextn_predict_layers=1" in weights.notes[0]
+
+
+def test_old_rotary_buffers_are_passed_by(tmp_path: Path) -> None:
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    open_weights(changed(tmp_path / "source", lambda tensors: tensors.update({key: torch.ones(2)})))
+
+
+def test_index_that_lies_is_refused(tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source", files=2)
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    left_out = next(key for key in index["weight_map"] if key.endswith("norm.weight"))
+    del index["weight_map"][left_out]
+    index["weight_map"]["not.there"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=rf"not.there is not in model-00001.*; {left_out} is in .* and not in model"):
+        open_weights(source)
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match="not an index"):
+        open_weights(source)
+
+
+def test_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source", files=2)
+    file = source / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="model-00002-of-00002.safetensors is missing or damaged"):
+        open_weights(source)
+    file.unlink()
+    with pytest.raises(ConfigError, match="model-00002-of-00002.safetensors is missing or damaged"):
+        open_weights(source)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        open_weights(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"neither config\.json nor index\.json"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="model_type=llama: weights of deepseek_v3,"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(V3)))
+    (tmp_path / "pytorch_model.bin").write_text("")
+    with pytest.raises(ConfigError, match="pickles"):
+        open_weights(tmp_path)
+
+
+def test_other_quantisation_is_refused(tmp_path: Path) -> None:
+    config = huggingface_config(V3) | {"quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(ConfigError, match=r"quantization_config.quant_method=gptq: only quant_method=fp8"):
+        open_weights(write_folder(tmp_path / "source", config, random_tensors(V3)))
+
+
+def test_what_the_layout_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(open_weights(random_folder(tmp_path / "source", V2)), tmp_path / "checkpoint", None, 10**9)
+    weights = CheckpointWeights(tmp_path / "checkpoint")
+    read = weights.read
+    bias = "layers.1.moe.router.expert_bias"
+    weights.read = lambda name, *rest: read(name, *rest) + (name == bias)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=f"{bias} is not zero"):
+        write_huggingface(weights, tmp_path / "out", None, 10**9)
+    assert not (tmp_path / "out").exists()
+
+
+def test_softmax_model_has_zero_biases(tmp_path: Path) -> None:
+    weights = HuggingFaceWeights(random_folder(tmp_path / "source", V2))
+    assert torch.equal(weights.read("layers.1.moe.router.expert_bias"), torch.zeros(8))
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    read, calls = weights.read, []
+
+    def failing(name: str, *rest: int) -> torch.Tensor:
+        calls.append(name)
+        if len(calls) == 30:
+            raise ConfigError("damaged")
+        return read(name, *rest)
+
+    weights.read = failing  # type: ignore[method-assign]
+    for write in (write_checkpoint, write_huggingface):
+        calls.clear()
+        with pytest.raises(ConfigError, match="damaged"):
+            write(weights, tmp_path / "out", None, SMALL_SHARD)
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_SHARD // 2, hard))
+    try:
+        for write in (write_checkpoint, write_huggingface):
+            with pytest.raises(ConfigError, match="cannot be written .*free some space or choose another folder"):
+                write(weights, tmp_path / "out", None, SMALL_SHARD)
+            assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_disk_without_room_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=100))
+    with pytest.raises(ConfigError, match="and 100 are free; free some space or give another to"):
+        write_huggingface(weights, tmp_path / "out", None, SMALL_SHARD)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    weights = open_weights(random_folder(tmp_path / "source"))
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / "weights_0.safetensors").write_text("half")
+    write_checkpoint(weights, tmp_path / "out", None, SMALL_SHARD)
+    assert not left.exists() and open_weights(tmp_path / "out").shapes == weights.shapes
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source")
+    for write in (write_checkpoint, write_huggingface):
+        with pytest.raises(ConfigError, match="is already there"):
+            write(open_weights(source), source, None, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale_inv"), "up_proj.weight is fp8 and .*_inv is missing"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 1)}),
+            r"up_proj.weight_scale_inv has shape \[2, 1\] where .* needs \[1, 1\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
+            "norm.weight_scale_inv is used by nothing",
+        ),
+    ],
+)
+def test_codes_and_scales_that_do_not_fit_are_refused(change: object, message: str, tmp_path: Path) -> None:
+    source, _ = fp8_folder(tmp_path / "source", V3)
+    tensors = tensors_of(source)
+    change(tensors)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=message):
+        open_weights(write_folder(tmp_path / "changed", huggingface_config(V3), tensors))
