@@ -11,7 +11,7 @@ from moe_engine.planner.architecture import architecture
 from moe_engine.planner.flops import parameter_count, sequence_flops
 from moe_engine.planner.memory import RankMemory, rank_memory
 from moe_engine.planner.stages import Cut
-from moe_engine.planner.strategy import Precision, Strategy
+from moe_engine.planner.strategy import Precision, Strategy, recomputed_parts
 from moe_engine.schedule import schedules
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -54,6 +54,7 @@ def _cut(config: Config, layout: Layout, placement: Placement) -> Cut:
     pipeline, train, precision = config.pipeline, config.train, config.precision
     master = _BYTES[precision.master]
     strategy = Strategy(
+        recompute=recomputed_parts(config.recompute),
         layout=layout,
         schedule=pipeline.schedule,
         virtual_stages=pipeline.virtual_stages,

@@ -9,15 +9,30 @@ from pathlib import Path
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
-from moe_engine.config.schema import ParallelConfig, PipelineConfig
+from moe_engine.config.model_rules import check_model
+from moe_engine.config.rules import Rules
+from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, RecomputeConfig
+from moe_engine.layout import Layout
+from moe_engine.planner.architecture import architecture
+from moe_engine.planner.memory import rank_memory
+from moe_engine.planner.stages import cut
+from moe_engine.planner.strategy import Strategy, recomputed_parts
 from moe_engine.schedule import chrome_trace, draw, schedules
 from moe_engine.schedule.check import Report, check
-from moe_engine.schedule.compare import Comparison, best, compare, even_fb
+from moe_engine.schedule.compare import Comparison, Row, best, compare, even_fb
 from moe_engine.schedule.simulate import Cost, Simulation, formula_bubble, simulate
 
 SUMMARY = "time, draw and compare pipeline schedules under a cost model"
 PAIRED = ("dualpipev", "dualpipe")  # the schedules with overlapped pairs, that with fewer parameter copies first
 ALL = "all"  # in place of a schedule's name: the comparison
+
+
+@dataclass
+class BatchSection:
+    """Section `train`, as far as memory depends on it."""
+
+    micro_batch: int = 1  # sequences
+    seq_len: int = 4096
 
 
 @dataclass
@@ -27,6 +42,10 @@ class ScheduleConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cost: Cost = field(default_factory=lambda: Cost(f=1.0, b=2.0, w=1.0, fb=3.0))
+    model: ModelConfig = field(default_factory=ModelConfig)  # for pipeline=all, with memory
+    train: BatchSection = field(default_factory=BatchSection)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    memory_gib: float = 0.0  # with a model: advise nothing that needs more on a rank; 0: no limit
     out: str = ""  # a file for the timetable: .svg a picture, .json a trace for Perfetto; empty: none
 
 
@@ -52,6 +71,8 @@ options:
   out=FILE.svg              also draw the timetable into this file; out=FILE.json: a trace for ui.perfetto.dev
 
 With pipeline=all, cost.* are the times of 1/pp of the model; a schedule that cuts it finer gets its share of them.
+With a model, the table also has the memory of the fullest rank, and what does not fit is not advised:
+  model=deepseek_v3 parallel.dp=128 parallel.ep=64 train.seq_len=4096 recompute=selective memory_gib=80
 
 examples:
   moe-engine schedule pipeline=1f1b parallel.pp=4 pipeline.micro_batches=8
@@ -111,6 +132,7 @@ def _check_options(config: ScheduleConfig) -> None:
     if config.cost.f + config.cost.b == 0:
         problems.append("cost.f=0 cost.b=0: something must take time; use cost.f=1 cost.b=2")
     problems += _check_out(config)
+    problems += _check_model(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -129,6 +151,43 @@ def _check_out(config: ScheduleConfig) -> list[str]:
     return problems
 
 
+def _check_model(config: ScheduleConfig) -> list[str]:
+    sizes = {"train.micro_batch": config.train.micro_batch, "train.seq_len": config.train.seq_len}
+    sizes |= {"parallel.dp": config.parallel.dp or 1, "parallel.ep": config.parallel.ep}
+    problems = [f"{name}={size}: must be 1 or more, for example {name}=1" for name, size in sizes.items() if size < 1]
+    if config.memory_gib < 0:
+        problems.append(f"memory_gib={config.memory_gib:g}: must be 0 (no limit) or more, for example memory_gib=80")
+    replicas = (config.parallel.dp or 1) * config.parallel.cp
+    if not problems and replicas % config.parallel.ep:
+        problems.append(
+            f"parallel.ep={config.parallel.ep}: must divide parallel.dp * parallel.cp = {replicas}; "
+            f"use parallel.dp={config.parallel.ep}"
+        )
+    rules = Rules(config)
+    check_model(rules)
+    try:
+        rules.finish()
+        recomputed_parts(config.recompute)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    return problems
+
+
+def _memory_gib(config: ScheduleConfig, name: str) -> float:
+    """Of the fullest rank, by the planner. Raises ConfigError where the model cannot be cut for this schedule."""
+    parallel = config.parallel
+    strategy = Strategy(
+        layout=Layout(parallel.pp, parallel.dp or 1, parallel.cp, parallel.tp, parallel.ep),
+        schedule=name,
+        virtual_stages=_interleaved_stages(config) if name == "interleaved_1f1b" else 1,
+        micro_batch=config.train.micro_batch,
+        micro_batches=_micro_batches(config),
+        seq_len=config.train.seq_len,
+        recompute=recomputed_parts(config.recompute),
+    )
+    return max(rank.total for rank in rank_memory(cut(architecture(config.model), strategy))) / 2**30
+
+
 def _numbers(simulation: Simulation, report: Report, formula_idle: float | None) -> str:
     """Length of the step and a line for each rank."""
     lines = [
@@ -145,18 +204,33 @@ def _numbers(simulation: Simulation, report: Report, formula_idle: float | None)
 def _comparison(config: ScheduleConfig) -> str:
     pp, micro_batches, cost = config.parallel.pp, _micro_batches(config), config.cost
     comparison = compare(pp, micro_batches, cost, _interleaved_stages(config))
+    memory: dict[str, float] = {}
+    if config.model.name != ModelConfig.name:  # a model was chosen
+        memory = {row.name: _memory_gib(config, row.name) for row in comparison.rows}
     lines = [
         f"{pp} ranks, {micro_batches} micro-batches; times and activations of a stage are those of 1/{pp} of the model",
-        "schedule          stages a rank  makespan    bubble  formula  parameter copies  activations  with queued W",
+        "schedule          stages a rank  makespan    bubble  formula  parameter copies  activations  with queued W"
+        + ("  memory GiB" if memory else ""),
     ]
     for row in comparison.rows:
         formula = "-" if row.formula_idle is None else f"{row.formula_idle / row.makespan:.2%}"
         lines.append(
             f"{row.name:<16}  {row.stages_per_rank:>13}  {row.makespan:>8.5g}  {row.bubble:>8.2%}  {formula:>7}  "
             f"{row.copies:>16}  {row.activations:>11.4g}  {row.held:>13.4g}"
+            + (f"  {memory[row.name]:>10.1f}" if memory else "")
         )
     lines += [f"not at this size: {name}: {line}" for name, why in comparison.refused.items() for line in [_first(why)]]
-    return "\n".join([*lines, _advice(comparison, config)])
+    if memory:
+        lines.append(
+            f"memory: {config.model.name} at dp {config.parallel.dp or 1}, ep {config.parallel.ep}, micro-batches of "
+            f"{config.train.micro_batch} x {config.train.seq_len} tokens, recompute={config.recompute.mode} "
+            "(moe-engine plan has more)"
+        )
+    fitting = [row for row in comparison.rows if not 0 < config.memory_gib < memory.get(row.name, 0.0)]
+    if fitting:
+        return "\n".join([*lines, _advice(fitting, comparison, config)])
+    least = min(memory.values())
+    return "\n".join([*lines, f"take none: {config.memory_gib:g} GiB is too little, {least:.1f} the least of all"])
 
 
 def _interleaved_stages(config: ScheduleConfig) -> int:
@@ -168,16 +242,17 @@ def _first(text: str) -> str:
     return text.splitlines()[0]
 
 
-def _advice(comparison: Comparison, config: ScheduleConfig) -> str:
+def _advice(fitting: list[Row], comparison: Comparison, config: ScheduleConfig) -> str:
     """Which to take and why, in one line; and what would change it for the schedules with overlapped pairs."""
-    row, cost = best(comparison.rows), config.cost
+    row, cost = best(fitting), config.cost
     plain = comparison.named("1f1b")
     assert plain is not None
     gain = "" if row is plain else f", {1 - row.makespan / plain.makespan:.1%} shorter than 1f1b"
     copies = f"{row.copies} cop{'y' if row.copies == 1 else 'ies'} of the parameters"
-    line = f"take {row.name}: the shortest step{gain}, with {copies} and {row.held:g} activations held"
+    among = f" that fits in {config.memory_gib:g} GiB" if len(fitting) < len(comparison.rows) else ""
+    line = f"take {row.name}: the shortest step{among}{gain}, with {copies} and {row.held:g} activations held"
     for name in PAIRED:
-        if row.name not in PAIRED and comparison.named(name) is not None:
+        if row.name not in PAIRED and any(each.name == name for each in fitting):
             even = even_fb(name, config.parallel.pp, _micro_batches(config), cost, row.makespan)
             if even is not None:
                 return f"{line}; {name} is shorter from cost.fb={even:.4g} down, if overlap hides that much"

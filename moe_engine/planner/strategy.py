@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import RecomputeConfig
 from moe_engine.layout import Layout
 
 # What can be computed again in backward instead of being kept, smallest first; `full` keeps a layer's input alone.
 RECOMPUTE = ("norm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "full")
+
+# The engine's names (section `recompute`) for those that it has.
+_OF_ENGINE = {"norm": "norm", "mla_up": "mla_up_proj", "swiglu": "moe_act", "attention": "core_attn"}
 
 DISPATCH = ("expert", "rank", "node")
 
@@ -105,3 +109,13 @@ class Strategy:
     def global_batch(self) -> int:
         """Sequences of a step over all ranks."""
         return self.layout.dp * self.micro_batch * self.micro_batches
+
+
+def recomputed_parts(config: RecomputeConfig) -> frozenset[str]:
+    """Section `recompute` of a run in the planner's names. Raises ConfigError for a part there is not."""
+    if config.mode != "selective":
+        return frozenset({"full"} if config.mode == "full" else ())
+    for name in config.names:
+        if name not in _OF_ENGINE:
+            raise ConfigError(f"recompute.names=[{name}]: no such part; there are {', '.join(_OF_ENGINE)}")
+    return frozenset(_OF_ENGINE[name] for name in config.names)

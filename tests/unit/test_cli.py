@@ -147,6 +147,26 @@ def test_schedule_compares_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("take dualpipe: the shortest step")
 
 
+def test_schedule_compares_memory_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule", "pipeline=all", "parallel.pp=16", "pipeline.micro_batches=64", "model=deepseek_v3"]
+    words += ["parallel.dp=128", "parallel.ep=64"]
+    memory: dict[str, dict[str, float]] = {}
+    for recompute in ("none", "selective", "full"):
+        assert main([*words, f"recompute={recompute}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].endswith("memory GiB")
+        memory[recompute] = {line.split()[0]: float(line.split()[-1]) for line in lines[2:10]}
+        assert lines[10].startswith("memory: deepseek_v3 at dp 128, ep 64, micro-batches of 1 x 4096 tokens")
+    for name in memory["none"]:
+        assert memory["none"][name] > memory["selective"][name] > memory["full"][name] > 10
+    assert memory["none"]["gpipe"] > 4 * memory["none"]["1f1b"]
+    limit = (memory["none"]["1f1b"] + min(memory["none"][name] for name in memory["none"] if name != "1f1b")) / 2
+    assert main([*words, f"memory_gib={limit}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("take 1f1b: the shortest step that fits in ")
+    assert main([*words, "memory_gib=10"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("take none: 10 GiB is too little, ")
+
+
 def test_schedule_refuses_a_comparison_with_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert refused(capsys, "schedule", "pipeline=all", f"out={tmp_path}/x.svg")[0].endswith("or leave out= out")
     words = ["pipeline=all", "parallel.pp=0", "pipeline.virtual_stages=0"]
