@@ -11,13 +11,16 @@ from rich.table import Table as RichTable
 
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.load import load
+from moe_engine.config.load import conf_folder, load
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
 from moe_engine.planner import report, search
 from moe_engine.planner.answer import answer
+from moe_engine.planner.efficiencies import efficiency_of_card, read_efficiencies
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.measured import read_table
 from moe_engine.planner.memory import zero_table
-from moe_engine.planner.request import PlanSection, Request, efficiency_of, request
+from moe_engine.planner.request import PlanSection, Request, efficiency_of, precision_of, request
+from moe_engine.planner.validate import DEFAULTS
 
 SUMMARY = "plan a run: memory of every rank, time of a step, days and GPU-hours"
 TOPICS = ("memory_70b",)
@@ -38,6 +41,8 @@ class PlanConfig:
     tokens: float = 1e12  # to train on, for days and GPU-hours
     topic: str = ""  # a worked example in place of a plan
     search: bool = False  # find the fastest layouts in place of planning one
+    validate: str = ""  # a table of published measurements to predict
+    fit: str = ""  # a table of measurements to fit efficiencies on
     out: str = ""  # a .json, .md or .svg file, or a folder for all three; empty: none
 
 
@@ -61,6 +66,8 @@ options:
   plan.matmul=0.7           shares of the card's rates in place of fitted ones; also grouped, attention, memory, links
   tokens=14.8e12            tokens to train on
   search=true               the ten fastest layouts for this model, batch and cluster; out=best.yaml for `train`
+  validate=measured.csv     predict published steps (or layouts that fitted or not) and print the errors
+  fit=measured.csv          fit efficiencies to measured steps into out=efficiencies.csv; plan.efficiencies= uses them
   topic=memory_70b          worked example: 70 billion parameters under data parallel and ZeRO-1, 2, 3
   out=plan.json             also .md, .svg, or a folder for all
 
@@ -76,12 +83,15 @@ def run(words: list[str]) -> int:
     if config.topic:
         _print([_memory_70b(config.cluster.gpus)])
         return 0
+    if config.validate or config.fit:
+        return _measured(config)
     asked, efficiency = asked_of(config), efficiency_for(config)
     if config.search:
         return _search(config, asked, efficiency)
     found = answer(asked, efficiency)
     tables = report.tables(found, config.tokens)
     _print(tables)
+    print(f"efficiencies: {known_efficiency(config)[1]}")
     for warning in found.warnings:
         print(f"warning: {warning}")
     if config.out:
@@ -102,8 +112,32 @@ def asked_of(config: PlanConfig) -> Request:
 
 
 def efficiency_for(config: PlanConfig) -> Efficiency:
-    """What programs reach of the card's peaks: as given, else as fitted, else the defaults."""
-    return efficiency_of(config.plan, Efficiency())
+    """What programs reach of the card's peaks: as given, else as fitted on published runs, else the defaults."""
+    return efficiency_of(config.plan, known_efficiency(config)[0])
+
+
+def known_efficiency(config: PlanConfig) -> tuple[Efficiency, str]:
+    """Efficiencies of the card, and where they come from."""
+    compute = precision_of(config.precision, config.plan).compute
+    path = Path(config.plan.efficiencies) if config.plan.efficiencies else conf_folder() / "published/efficiencies.csv"
+    known = read_efficiencies(read_table(path))
+    return efficiency_of_card(known, config.cluster.card, compute, config.plan.software, DEFAULTS[compute])
+
+
+def _measured(config: PlanConfig) -> int:
+    """Predict, or fit to, a table of published measurements."""
+    from moe_engine.cli.plan_measured import calibration, validation
+
+    if config.fit:
+        tables = calibration(Path(config.fit), Path(config.out))
+    else:
+        tables = validation(Path(config.validate), config.cluster)
+        if config.out:
+            Path(config.out).write_text(report.markdown(tables, []))
+    _print(tables)
+    if config.out:
+        print(f"written to {config.out}")
+    return 0
 
 
 def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:
@@ -166,10 +200,18 @@ def _check_options(config: PlanConfig) -> None:
     if config.tokens <= 0:
         problems.append(f"tokens={config.tokens}: must be positive; use tokens=1e12")
     out = Path(config.out)
-    if config.search and config.out and out.suffix != ".yaml":
-        problems.append(f"out={config.out}: a search writes values for `train`; use out={out.with_suffix('.yaml')}")
-    elif not config.search and config.out and out.suffix and out.suffix not in SUFFIXES:
-        problems.append(f"out={config.out}: written are {', '.join(SUFFIXES)}; use out={out.with_suffix('.json')}")
+    suffixes: tuple[str, ...]
+    if config.fit:
+        what, suffixes = "fitted efficiencies are a table", (".csv",)
+    elif config.validate:
+        what, suffixes = "a validation is written as markdown", (".md",)
+    elif config.search:
+        what, suffixes = "a search writes values for `train`", (".yaml",)
+    else:
+        what, suffixes = f"written are {', '.join(SUFFIXES)}", ("", *SUFFIXES)
+    if (config.out or config.fit) and out.suffix not in suffixes:
+        example = (out if config.out else Path("efficiencies")).with_suffix(suffixes[0] or ".json")
+        problems.append(f"out={config.out}: {what}; use out={example}")
     if config.out and not out.absolute().parent.is_dir():
         problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
     if problems:

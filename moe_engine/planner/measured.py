@@ -64,6 +64,17 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Feasibility:
+    """A layout that fitted on a card, or did not."""
+
+    id: str
+    model: Architecture
+    strategy: Strategy
+    cluster: ClusterConfig
+    fits: bool
+
+
+@dataclass(frozen=True)
 class Dropped:
     """A row that cannot be used, and why."""
 
@@ -133,6 +144,29 @@ def _read(row: Row, tables: Tables) -> Measurement | Dropped:
     return Measurement(
         row["id"], row["model"], source["stack"], model, strategy, cluster, seconds, memory, configuration
     )
+
+
+def read_feasibility(rows: Sequence[Row], cluster: ClusterConfig) -> list[Feasibility]:
+    """Layouts of dense models that fitted, or ran out of memory. Embedding and head are one table where the stated
+    number of parameters says so."""
+    found = []
+    for row in rows:
+        model = architecture_of(row, {"gated": "1"})
+        if isinstance(model, str):
+            continue
+        stated = float(row["params_total_B"] or 0)
+        tied = bool(stated) and stated * 1e9 < model.parameters() - 0.5 * model.vocabulary_size
+        micro_batch, dp = int(row["micro_batch"]), int(row["dp"])
+        strategy = Strategy(
+            layout=Layout(pp=int(row["pp"]), dp=dp, tp=int(row["tp"])),
+            micro_batch=micro_batch,
+            micro_batches=max(1, int(row["global_batch_sequences"]) // (dp * micro_batch)),
+            seq_len=int(row["seq_len"]),
+            zero=int(row["zero_or_fsdp"][-1]),
+            precision=Precision(gradient=6.0 if "fp32 grad accumulation" in row["precision"] else 4.0),
+        )
+        found.append(Feasibility(row["id"], replace(model, tied_head=tied), strategy, cluster, row["fits"] == "1"))
+    return found
 
 
 def _match(name: str, rows: Sequence[Row], start: bool) -> Row | None:
@@ -264,7 +298,7 @@ def _zero(row: Row, source: Row) -> tuple[int, int]:
     """ZeRO stage and the ranks that a state is spread over (0: all)."""
     text = row["zero_or_fsdp"]
     numbers = re.findall(r"(?:FSDP2?|shard) (\d+)", text)
-    shard = int(numbers[0]) if numbers else 0
+    shard = int(numbers[0]) * int(row["cp"] or 1) if numbers else 0
     if text.startswith("ZeRO-"):
         return int(text[5]), 0
     if "SHARD_GRAD_OP" in text:

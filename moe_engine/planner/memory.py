@@ -269,7 +269,7 @@ def _buffers(cut: Cut, pp: int) -> dict[str, float]:
     """Space for communication: gathered layers of ZeRO-3 with their unsharded gradients, pipeline messages, rows."""
     strategy, model = cut.strategy, cut.model
     parts: dict[str, Held] = cut.rank_parts(pp)
-    largest = max(held.dense + held.expert for held in parts.values())
+    largest = max((held.dense + held.expert for held in parts.values()), default=0.0)
     buffers = {}
     if strategy.zero >= 3:
         buffers["gathered parameters"] = 2 * largest * 2.0

@@ -24,7 +24,8 @@ class PlanSection:
     compute: format of matrix products, bf16, fp8 or fp4; empty: that of section `precision`. moment_bytes: of both
     AdamW moments of a parameter. load: rows of the busiest rank's experts over the mean. keeping: what is kept for
     backward, as in this engine or as in megatron. The *_hidden options are shares of communication that runs beside
-    computation. matmul … block_us: efficiencies; 0: fitted or default ones of the card.
+    computation. efficiencies: a table that `plan fit=` wrote; software: whose efficiencies of it, empty for those with
+    most rows. matmul … block_us: efficiencies by hand; 0: those of the table.
     """
 
     compute: str = ""
@@ -42,6 +43,8 @@ class PlanSection:
     cp_hidden: float = 1.0
     ep_hidden: float = 0.0
     dp_hidden: float = 1.0
+    efficiencies: str = ""
+    software: str = ""
     matmul: float = 0.0
     grouped: float = 0.0
     attention: float = 0.0

@@ -1,0 +1,146 @@
+"""The planner against published measurements: what is read, how it is fitted, and how well it predicts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from moe_engine.__main__ import main
+from moe_engine.cli.plan_measured import published
+from moe_engine.layout import Layout
+from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.efficiencies import Known, efficiency_of_card, read_efficiencies, write_efficiencies
+from moe_engine.planner.fit import NAMES, Sample, fit
+from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.measured import Tables, card_of, read_feasibility, read_measurements, read_table
+from moe_engine.planner.stages import cut
+from moe_engine.planner.strategy import Strategy
+from moe_engine.planner.timing import step_time, step_work
+from moe_engine.planner.validate import check_feasibility, check_memory, quantile, validate
+
+FACTS = Path(__file__).resolve().parents[1] / "facts"
+MEASURED = FACTS / "planner_measured.csv"
+PLANNER = Path(__file__).resolve().parents[2] / "moe_engine" / "planner"
+
+
+@pytest.fixture(scope="module")
+def tables() -> Tables:
+    return published()
+
+
+def test_nine_rows_in_ten_are_used_and_the_rest_say_why(tables: Tables) -> None:
+    rows = read_table(MEASURED)
+    used, dropped = read_measurements(rows, tables)
+    assert len(used) + len(dropped) == len(rows) == 776
+    assert len(used) >= 0.9 * len(rows)
+    assert all(row.reason for row in dropped)
+    assert all(row.seconds > 0 for row in used)
+
+
+def test_models_have_the_parameters_that_are_published(tables: Tables) -> None:
+    rows = {row["id"]: row for row in read_table(MEASURED)}
+    used, _ = read_measurements(list(rows.values()), tables)
+    whole: dict[str, int] = {}  # some rows are of a model with layers cut away, under its name
+    for row in used:
+        whole[row.name] = max(whole.get(row.name, 0), row.model.num_layers)
+    for row in used:
+        stated = rows[row.id]["params_total_B"]
+        if stated and row.model.num_layers == whole[row.name]:
+            assert row.model.parameters() / 1e9 == pytest.approx(float(stated), rel=0.16), row.name
+
+
+def test_cards_are_found_by_the_longest_name(tables: Tables) -> None:
+    clusters = tables.clusters
+    names = {"H100 96GB HBM2e 2.4TB/s": "H100 96GB", "h100_80gb": "H100", "a100_40gb": "A100 40GB", "GB200": "GB200"}
+    for text, card in names.items():
+        found = card_of(text, clusters)
+        assert found is not None and found.card == card
+    assert card_of("TPU v5", clusters) is None
+
+
+def test_the_fit_finds_efficiencies_that_made_the_times() -> None:
+    truth = Efficiency(matmul=0.62, grouped=0.5, attention=0.4, memory=0.7, links=0.5, block_us=300)
+    chance, samples = random.Random(0), []
+    for _ in range(40):
+        experts = chance.choice([0, 16])
+        model = Architecture(
+            32000, chance.choice([1024, 2048, 4096, 8192]), 16, 0 if experts else 16, 8192, 16, 16, 128, 128,
+            num_experts=experts, top_k=4 if experts else 0, expert_hidden=1024 if experts else 0,
+        )  # fmt: skip
+        layout = Layout(dp=8, tp=chance.choice([1, 2, 8]), ep=chance.choice([1, 8]) if experts else 1)
+        cluster = ClusterConfig(gpus=layout.world)
+        strategy = Strategy(layout, micro_batches=4, seq_len=chance.choice([512, 2048, 16384]), dispatch="expert")
+        work = step_work(cut(model, strategy), cluster)
+        samples.append(Sample.of(work, step_time(work, truth).seconds))
+    found = fit(samples, Efficiency())
+    for name in NAMES:
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.1), name
+    assert fit([], truth) == pytest.approx(truth) or all(
+        getattr(fit([], truth), name) == pytest.approx(getattr(truth, name)) for name in NAMES
+    )
+
+
+def test_efficiencies_are_six_numbers_and_come_back_from_their_file(tmp_path: Path) -> None:
+    assert len(NAMES) == 6
+    found = {("H100", "bf16", "a"): Known(Efficiency(), 3), ("H100", "bf16", "b"): Known(Efficiency(matmul=0.5), 9)}
+    write_efficiencies(tmp_path / "table.csv", found)
+    known = read_efficiencies(read_table(tmp_path / "table.csv"))
+    assert known == found
+    assert efficiency_of_card(known, "H100 96GB", "bf16", "", Efficiency())[0].matmul == 0.5
+    assert efficiency_of_card(known, "H100", "bf16", "a", Efficiency())[0] == Efficiency()
+    assert "nothing measured" in efficiency_of_card(known, "H100", "fp8", "", Efficiency())[1]
+
+
+def test_no_name_of_a_model_or_publisher_in_the_planner(tables: Tables) -> None:
+    names = {row["match"] for row in tables.models if len(row["match"]) > 4}
+    names |= {"llama", "qwen", "mixtral", "nemotron", "moonlight", "grok"}
+    for file in PLANNER.glob("*.py"):
+        code = "\n".join(line.split("#")[0] for line in file.read_text().split('"""')[::2])
+        for name in names:
+            assert name not in code.lower(), (file.name, name)
+
+
+def test_layouts_that_fit_or_not_are_told_apart(tables: Tables) -> None:
+    fitted, all_fitted, refused, all_refused = check_feasibility(
+        read_feasibility(read_table(FACTS / "planner_feasibility.csv"), tables.clusters["h100"])
+    )
+    assert (fitted / all_fitted + refused / all_refused) / 2 >= 0.9
+
+
+def test_peak_memory_of_one_measured_stack(tables: Tables) -> None:
+    """Every published figure of the stack that says how much its allocator gave: within 8%, half of them within 2%."""
+    used, _ = read_measurements(read_table(MEASURED), tables)
+    errors = [abs(check.error) for check in check_memory([row for row in used if row.stack == "megatron core eager"])]
+    assert len(errors) >= 10
+    assert max(errors) < 0.08 and quantile(errors, 0.5) <= 0.025
+
+
+@pytest.mark.slow
+def test_steps_are_predicted_better_than_by_the_floor(tables: Tables) -> None:
+    """Each model by efficiencies fitted on others; the bounds hold what docs/design/planner.md reports."""
+    rows = read_table(MEASURED)
+    used, dropped = read_measurements(rows, tables)
+    found = validate(len(rows), used, dropped)
+    errors = [abs(p.fitted) for p in found.predictions]
+    naive = [abs(p.naive) for p in found.predictions]
+    assert quantile(errors, 0.5) < 0.07 < quantile(naive, 0.5)
+    assert quantile(errors, 0.9) < 0.24 < quantile(naive, 0.9)
+
+
+def test_validate_prints_balanced_accuracy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "fits.md"
+    assert main(["plan", f"validate={FACTS / 'planner_feasibility.csv'}", "cluster=h100", f"out={out}"]) == 0
+    assert "balanced accuracy" in capsys.readouterr().out
+    assert "balanced accuracy" in out.read_text()
+
+
+def test_a_file_that_is_no_table_of_measurements(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert main(["plan", f"validate={tmp_path / 'other.csv'}"]) == 2
+    assert "the column source is missing" in capsys.readouterr().err
+    assert main(["plan", f"validate={tmp_path / 'none.csv'}"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert main(["plan", f"fit={MEASURED}"]) == 2
+    assert "use out=efficiencies.csv" in capsys.readouterr().err
