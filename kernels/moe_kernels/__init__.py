@@ -29,24 +29,28 @@ def _device_ops() -> Any:
     return importlib.import_module("moe_kernels.device") if importlib.util.find_spec("triton") else None
 
 
-def _by_device(op: Callable[P, R]) -> Callable[P, R]:
-    """`op` of `reference`; for tensors on a CUDA device its namesake in `device`; as a custom op while compiling."""
+def _by_device(op: Callable[P, R], widest: int = 4) -> Callable[P, R]:
+    """`op` of `reference`; for tensors on a CUDA device its namesake in `device`; as a custom op while compiling.
+
+    widest: the most bytes of a number that the device's kernel takes; the reference computes wider ones there too.
+    """
 
     @functools.wraps(op)
     def pick(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return cast(R, custom.call(op.__name__, *args, **kwargs))
         first: Any = args[0]
-        if first.device.type == "cuda" and _device_ops() is not None:
-            return cast(R, getattr(_device_ops(), op.__name__)(*args, **kwargs))
+        if first.device.type == "cuda" and first.element_size() <= widest and _device_ops() is not None:
+            with torch.cuda.device_of(first):
+                return cast(R, getattr(_device_ops(), op.__name__)(*args, **kwargs))
         return op(*args, **kwargs)
 
     return pick
 
 
-grouped_gemm = _by_device(reference.grouped_gemm)
+grouped_gemm = _by_device(reference.grouped_gemm, widest=2)
 grouped_gemm_fp8 = _by_device(reference.grouped_gemm_fp8)
-grouped_wgrad = _by_device(reference.grouped_wgrad)
+grouped_wgrad = _by_device(reference.grouped_wgrad, widest=2)
 grouped_wgrad_fp8 = _by_device(reference.grouped_wgrad_fp8)
 permute = _by_device(reference.permute)
 permute_fp8 = _by_device(reference.permute_fp8)

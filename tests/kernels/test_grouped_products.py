@@ -124,7 +124,7 @@ def test_a_rows_result_depends_on_that_row_alone(fp8: bool) -> None:
 
     def product(rows: Tensor, counts: list[int]) -> Tensor:
         if not fp8:
-            return gemm.grouped_gemm(rows, b, torch.tensor(counts))
+            return gemm.grouped_gemm(rows, b, counts)
         return gemm_fp8.grouped_gemm_fp8(*moe_kernels.quantize_rows(rows), codes, b_scale, torch.tensor(counts))
 
     whole = product(a, [100, 50])
@@ -155,5 +155,7 @@ def test_sizes_that_a_descriptor_cannot_take_are_refused() -> None:
     codes, _, scale = moe_kernels.quantize_blocks(randn(1, 16, 24))
     with pytest.raises(ValueError, match="a: last dimension 24: must be a multiple of 16"):
         gemm_fp8.grouped_gemm_fp8(*moe_kernels.quantize_rows(randn(3, 24)), codes, scale, sizes)
+    with pytest.raises(ValueError, match="counts: 1 sizes for 2 groups"):
+        gemm.grouped_gemm(randn(3, 16), randn(2, 16, 16), sizes)
     with pytest.raises(ValueError, match="out: "):
         wgrad.grouped_wgrad(randn(3, 16), randn(3, 16), sizes, torch.zeros(1, 16, 8))

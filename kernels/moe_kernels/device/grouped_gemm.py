@@ -8,6 +8,7 @@ steps of 64 in one order whatever the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _grouped_gemm_kernel(
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
-    counts: Tensor,
+    counts: Sequence[int] | Tensor,
     source: Tensor | None = None,
     num_sms: int | None = None,
     tile: Tile | None = None,
@@ -97,8 +98,8 @@ def grouped_gemm(
     b_block = [1, tile.columns, tile.depth] if by_column else [1, tile.depth, tile.columns]
     _grouped_gemm_kernel[(min(bound, num_sms or multiprocessors(a.device)),)](
         TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]), a, source,
-        TensorDescriptor.from_tensor(stored.contiguous(), b_block), out, device_counts(counts),
-        rows, columns, depth, groups, **_constants(tile, group_bound(counts), source is not None, by_column),
+        TensorDescriptor.from_tensor(stored.contiguous(), b_block), out, device_counts(counts, a.device, groups),
+        rows, columns, depth, groups, **_constants(tile, group_bound(groups), source is not None, by_column),
         **tile.options(),
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ this one is waited for. Both operands lie along the sum, as sm_90 wants fp8.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def grouped_gemm_fp8(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    counts: Tensor,
+    counts: Sequence[int] | Tensor,
     source: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
@@ -109,8 +110,8 @@ def grouped_gemm_fp8(
     _grouped_gemm_fp8_kernel[(min(bound, num_sms or multiprocessors(a.device)),)](
         TensorDescriptor.from_tensor(a, [tile.rows, BLOCK]), a, a_scale, source,
         TensorDescriptor.from_tensor(b.flatten(0, 1), [tile.columns, BLOCK]), b_scale,
-        out, device_counts(counts), rows, a.shape[0], columns, depth, groups,
-        **_constants(tile, group_bound(counts), source is not None), **tile.options(),
+        out, device_counts(counts, a.device, groups), rows, a.shape[0], columns, depth, groups,
+        **_constants(tile, group_bound(groups), source is not None), **tile.options(),
     )  # fmt: skip
     return out
 

@@ -7,6 +7,7 @@ both operands: what follows them belongs to another group or to nobody, and may 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def _grouped_wgrad_kernel(
 def grouped_wgrad(
     d_out: Tensor,
     a: Tensor,
-    counts: Tensor,
+    counts: Sequence[int] | Tensor,
     out: Tensor | None = None,
     num_sms: int | None = None,
     tile: Tile | None = None,
@@ -78,7 +79,7 @@ def grouped_wgrad(
 
     `num_sms` and errors as in `grouped_gemm`.
     """
-    groups, d_columns, a_columns = counts.numel(), d_out.shape[1], a.shape[1]
+    groups, d_columns, a_columns = len(counts), d_out.shape[1], a.shape[1]
     check_aligned(d_out, "d_out")
     check_aligned(a, "a")
     grad = torch.empty(groups, d_columns, a_columns, dtype=torch.float32, device=a.device) if out is None else out
@@ -92,8 +93,8 @@ def grouped_wgrad(
     _grouped_wgrad_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
         TensorDescriptor.from_tensor(d_out.contiguous(), [tile.depth, tile.rows]),
         TensorDescriptor.from_tensor(a.contiguous(), [tile.depth, tile.columns]),
-        grad, device_counts(counts), d_columns, a_columns, groups,
-        **_constants(tile, group_bound(counts), out is not None), **tile.options(),
+        grad, device_counts(counts, a.device), d_columns, a_columns, groups,
+        **_constants(tile, group_bound(groups), out is not None), **tile.options(),
     )  # fmt: skip
     return grad
 

@@ -6,6 +6,7 @@ Both operands were transposed by `quantize_columns`, so that they lie along the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,13 +55,13 @@ def grouped_wgrad_fp8(
     d_out_scale: Tensor,
     a: Tensor,
     a_scale: Tensor,
-    counts: Tensor,
+    counts: Sequence[int] | Tensor,
     out: Tensor | None = None,
     num_sms: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """See `reference.grouped_wgrad_fp8`; `num_sms` as in `grouped_gemm`."""
-    groups, d_rows, a_rows = counts.numel(), d_out.shape[0], a.shape[0]
+    groups, d_rows, a_rows = len(counts), d_out.shape[0], a.shape[0]
     grad = torch.empty(groups, d_rows, a_rows, dtype=torch.float32, device=a.device) if out is None else out
     check_gradient(grad, (groups, d_rows, a_rows))
     if not grad.numel():
@@ -70,8 +71,8 @@ def grouped_wgrad_fp8(
     _grouped_wgrad_fp8_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
         TensorDescriptor.from_tensor(d_out.contiguous(), [tile.rows, BLOCK]), d_out_scale.contiguous(),
         TensorDescriptor.from_tensor(a.contiguous(), [tile.columns, BLOCK]), a_scale.contiguous(),
-        grad, device_counts(counts), d_rows, a_rows, groups,
-        **_constants(tile, group_bound(counts), out is not None), **tile.options(),
+        grad, device_counts(counts, a.device), d_rows, a_rows, groups,
+        **_constants(tile, group_bound(groups), out is not None), **tile.options(),
     )  # fmt: skip
     return grad
 

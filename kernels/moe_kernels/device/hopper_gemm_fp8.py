@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -187,7 +187,13 @@ def _hopper_gemm_fp8_kernel(
 
 
 def hopper_gemm_fp8(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, counts: Tensor, dtype: torch.dtype, num_sms: int | None
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    counts: Sequence[int] | Tensor,
+    dtype: torch.dtype,
+    num_sms: int | None,
 ) -> Tensor:
     """`reference.grouped_gemm_fp8` without a gather, on sm_90; operands checked, contiguous and not empty."""
     rows, (groups, columns, depth) = a.shape[0], b.shape
@@ -198,7 +204,8 @@ def hopper_gemm_fp8(
     _hopper_gemm_fp8_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
         TensorDescriptor.from_tensor(a, a_block, a_layout), a_scale,
         TensorDescriptor.from_tensor(b.flatten(0, 1), b_block, b_layout), b_scale,
-        out, device_counts(counts), rows, rows, columns, depth, groups, **_constants(), num_warps=TILE.warps,
+        out, device_counts(counts, a.device, groups), rows, rows, columns, depth, groups,
+        **_constants(), num_warps=TILE.warps,
     )  # fmt: skip
     return out
 

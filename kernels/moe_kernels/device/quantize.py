@@ -7,6 +7,8 @@ scale: approximate forms would give other codes than the reference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -138,7 +140,7 @@ def quantize_blocks(
 
 def quantize_columns(
     x: Tensor,
-    counts: Tensor,
+    counts: Sequence[int] | Tensor,
     smallest_amax: float = FORWARD_AMAX,
     power_of_two: bool = True,
     x_scale: Tensor | None = None,
@@ -149,26 +151,35 @@ def quantize_columns(
 
 
 def quantize_rows_and_columns(
-    x: Tensor, counts: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True
+    x: Tensor,
+    counts: Sequence[int] | Tensor,
+    smallest_amax: float = FORWARD_AMAX,
+    power_of_two: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `reference.quantize_rows_and_columns`."""
     return _tiles(x, counts, smallest_amax, power_of_two, None, by_row=True)
 
 
 def _tiles(
-    x: Tensor, counts: Tensor, smallest_amax: float, power_of_two: bool, x_scale: Tensor | None, by_row: bool
+    x: Tensor,
+    counts: Sequence[int] | Tensor,
+    smallest_amax: float,
+    power_of_two: bool,
+    x_scale: Tensor | None,
+    by_row: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (rows, dim), places = x.shape, padded_rows(x.shape[0], counts.numel())
+    (rows, dim), groups = x.shape, len(counts)
+    places = padded_rows(rows, groups)
     codes = torch.empty((rows, dim) if by_row else (0, dim), dtype=CODE, device=x.device)
     scale = torch.empty(blocks(dim), codes.shape[0], dtype=torch.float32, device=x.device)
     transposed = torch.empty(dim, places, dtype=CODE, device=x.device)
     transposed_scale = torch.empty(places // BLOCK, blocks(dim) * BLOCK, dtype=torch.float32, device=x.device)
     if transposed.numel():
         _tiles_kernel[(places // BLOCK, blocks(dim))](
-            x.contiguous(), x_scale, device_counts(counts), codes, scale,
+            x.contiguous(), x_scale, device_counts(counts, x.device), codes, scale,
             TensorDescriptor.from_tensor(transposed, [BLOCK, BLOCK]), transposed_scale,
-            rows, dim, counts.numel(), smallest_amax, zero_scale(smallest_amax, power_of_two),
-            POWER_OF_TWO=power_of_two, BY_ROW=by_row, FROM_CODES=x_scale is not None, GROUPS=group_bound(counts),
+            rows, dim, groups, smallest_amax, zero_scale(smallest_amax, power_of_two),
+            POWER_OF_TWO=power_of_two, BY_ROW=by_row, FROM_CODES=x_scale is not None, GROUPS=group_bound(groups),
             num_warps=TILE_WARPS,
         )  # fmt: skip
     return codes, scale, transposed, transposed_scale

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -76,14 +78,16 @@ def check_aligned(x: Tensor, name: str) -> None:
         raise ValueError(f"{name}: last dimension {x.shape[-1]}: must be a multiple of {multiple} ({x.dtype})")
 
 
-def device_counts(counts: Tensor) -> Tensor:
-    """Group sizes as the kernels read them: int32, contiguous."""
-    return counts.to(torch.int32).contiguous()
+def device_counts(counts: Sequence[int] | Tensor, device: torch.device, groups: int | None = None) -> Tensor:
+    """Group sizes as kernels read them, int32 on the device. Raises ValueError unless there are `groups` of them."""
+    if groups is not None and len(counts) != groups:
+        raise ValueError(f"counts: {len(counts)} sizes for {groups} groups")
+    return torch.as_tensor(counts, dtype=torch.int32, device=device).contiguous()
 
 
-def group_bound(counts: Tensor) -> int:
+def group_bound(groups: int) -> int:
     """The power of two that a kernel's vector of groups is compiled for."""
-    return max(2, triton.next_power_of_2(counts.numel()))
+    return max(2, triton.next_power_of_2(groups))
 
 
 def multiprocessors(device: torch.device) -> int:
