@@ -50,7 +50,8 @@ class _Clock:
     def watch(self, phase: str, output: Any) -> None:
         """Notice when the gradient of `output` (a tensor, or the first in a structure) is complete."""
         tensor = _first_tensor(output)
-        if tensor is not None and tensor.requires_grad:
+        # With one rank an exchange gives the tensor that it was given: that is its maker's.
+        if tensor is not None and tensor.requires_grad and not tensor._backward_hooks:
             tensor.register_hook(lambda grad: self.backward_begins(phase))
 
     def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-            return y.transpose(1, 2).reshape(x.shape[0], -1)  # [T, H * v]
+            return y.transpose(1, 2).flatten(2).flatten(0, 1)  # [T, H * v]
 
         return self.out(segment(segments, "attention", attend, q, k, v), queue)
 
@@ -166,7 +166,7 @@ class GroupedAttention(nn.Module):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-            return y.transpose(1, 2).reshape(x.shape[0], -1)  # [T, H * head_dim]
+            return y.transpose(1, 2).flatten(2).flatten(0, 1)  # [T, H * head_dim]
 
         return self.out(segment(segments, "attention", attend, q, k, v), queue)
 

@@ -127,7 +127,7 @@ class Block(nn.Module):
             self.mlp = DenseMLP(model.dim, model.dense_hidden, dtype, device)
         else:
             config = moe_layer_config(model, moe)
-            self.moe = MoELayer(config, ep=ep, ep_counts=ep_counts, dtype=dtype, device=device)
+            self.moe = MoELayer(config, ep=ep, ep_counts=ep_counts, seed=None, dtype=dtype, device=device)
 
     def attn_phase(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""

@@ -55,7 +55,8 @@ class MoELayer(nn.Module):
     ep, ep_counts: communicators of the expert-parallel group, for rows and for their counts; or `ep_group`, a torch
     process group, in their place. Each rank of the group holds num_experts / size experts. None: all experts here.
     name, seed: parameters start as normal numbers of `config.init_std`, a function of their global names (below
-    `name`) and the seed alone. Raises ConfigError for values that do not fit together.
+    `name`) and the seed alone; with seed=None they are left as they are, for whoever fills them (the engine's optimizer
+    does). Raises ConfigError for values that do not fit together.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class MoELayer(nn.Module):
         ep_counts: Communicator | None = None,
         ep_group: Any = None,
         name: str = "moe",
-        seed: int = 0,
+        seed: int | None = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -85,7 +86,8 @@ class MoELayer(nn.Module):
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden
             self.shared = DenseMLP(config.dim, shared_hidden, dtype, device)
-        self.reset_parameters(name, seed)
+        if seed is not None:
+            self.reset_parameters(name, seed)
 
     @torch.no_grad()
     def reset_parameters(self, prefix: str, seed: int) -> None:

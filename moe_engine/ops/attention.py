@@ -32,13 +32,13 @@ class _CausalAttention(torch.autograd.Function):
         weights: list[Tensor] = []
         for b, heads, queries in _heads(B, H, G):
             q_, k_, v_ = _grouped(q, b, queries, heads).mul_(scale), _wide(k[b, heads]), _wide(v[b, heads])
-            to = out[b, :, queries].unflatten(1, (k_.shape[0], -1))  # [S, heads, H/G, e]
+            to = out[b, :, queries].unflatten(1, (k_.shape[0], H // G))  # [S, heads, H/G, e]
             for rows in _query_blocks(S):
                 scores = torch.bmm(q_[:, :, rows].flatten(1, 2), k_[:, : rows.stop].transpose(1, 2))
-                _hide(scores.unflatten(1, (H // G, -1)), rows, allowed, b)
+                _hide(scores.unflatten(1, (H // G, rows.stop - rows.start)), rows, allowed, b)
                 weights.append(scores.softmax(dim=-1))
                 block = torch.bmm(weights[-1], v_[:, : rows.stop])  # [heads, H/G * rows, e]
-                to[rows] = block.unflatten(1, (H // G, -1)).permute(2, 0, 1, 3)
+                to[rows] = block.unflatten(1, (H // G, rows.stop - rows.start)).permute(2, 0, 1, 3)
         ctx.save_for_backward(q, k, v, *weights)
         ctx.scale = scale
         return out.transpose(1, 2)
@@ -55,7 +55,7 @@ class _CausalAttention(torch.autograd.Function):
             q_, d_out_ = _grouped(q, b, queries, heads).mul_(scale), _grouped(d_out, b, queries, heads)
             k_, v_ = _wide(k[b, heads]), _wide(v[b, heads])
             d_k_, d_v_ = torch.zeros_like(k_), torch.zeros_like(v_)
-            to = d_q[b, :, queries].unflatten(1, (k_.shape[0], -1))
+            to = d_q[b, :, queries].unflatten(1, (k_.shape[0], H // G))
             for rows in _query_blocks(S):
                 p, keys = next(each_weights), slice(0, rows.stop)
                 d_block = d_out_[:, :, rows].flatten(1, 2)
@@ -64,7 +64,7 @@ class _CausalAttention(torch.autograd.Function):
                 d_scores = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype)
                 d_k_[:, keys].baddbmm_(d_scores.transpose(1, 2), q_[:, :, rows].flatten(1, 2))
                 block = torch.bmm(d_scores, k_[:, keys]).mul_(scale)
-                to[rows] = block.unflatten(1, (H // G, -1)).permute(2, 0, 1, 3)
+                to[rows] = block.unflatten(1, (H // G, rows.stop - rows.start)).permute(2, 0, 1, 3)
             d_k[b, :, heads], d_v[b, :, heads] = d_k_.transpose(0, 1), d_v_.transpose(0, 1)
         return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
 
@@ -90,7 +90,8 @@ def _wide(x: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, b: int, queries: slice, heads: slice) -> Tensor:
     """Some query heads of row b, by the key-value head that serves them: [heads, H/G, S, …], wide."""
-    return _wide(x[b, queries]).unflatten(0, (heads.stop - heads.start, -1))
+    groups = heads.stop - heads.start
+    return _wide(x[b, queries]).unflatten(0, (groups, (queries.stop - queries.start) // groups))
 
 
 def _hide(scores: Tensor, rows: slice, allowed: Tensor | None, b: int) -> None:

@@ -196,6 +196,19 @@ def test_parameters_depend_on_name_and_seed_alone() -> None:
     assert a.experts.gate_up.std().item() == pytest.approx(config.init_std, rel=0.05)
 
 
+def test_without_a_seed_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's parameters are filled from its masters; drawing them twice would double the start of a run."""
+
+    def no_draw(*args: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("moe_engine.moe.layer.normal", no_draw)
+    layer = MoELayer(make_config(), seed=None)
+    assert not layer.router.expert_bias.any() and not layer.router.num_tokens_per_expert.any()
+    with pytest.raises(AssertionError, match="drawn"):
+        MoELayer(make_config(), seed=0)
+
+
 def test_a_layer_on_the_meta_device_has_the_right_sizes() -> None:
     layer = MoELayer(make_config(num_shared_experts=2), device="meta")
     assert sum(p.numel() for p in layer.parameters()) == 8 * 24 + 8 * 3 * 24 * 10 + 3 * 24 * 20

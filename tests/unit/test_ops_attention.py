@@ -29,7 +29,7 @@ def documents(B: int, S: int) -> Tensor:
     return (ids[:, None, :, None] == ids[:, None, None, :]).tril()
 
 
-@pytest.mark.parametrize("S", [1, 3, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 17])
+@pytest.mark.parametrize("S", [0, 1, 3, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 17])
 @pytest.mark.parametrize(("H", "G"), [(1, 1), (HEADS + 2, HEADS + 2), (12, 6), (8, 1)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_forward_and_gradients_are_those_of_the_formula(S: int, H: int, G: int, masked: bool) -> None:
