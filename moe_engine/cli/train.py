@@ -9,6 +9,7 @@ from pathlib import Path
 from moe_engine.cli import launch, run_folder
 from moe_engine.cli.check import describe
 from moe_engine.cli.help import available
+from moe_engine.config.describe import option_lines
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.config.schema import Config
@@ -20,6 +21,7 @@ SUMMARY = "train a model: on this machine, or as one of the ranks of torchrun or
 
 
 def help_text() -> str:
+    options = "\n".join(option_lines(Config))
     return f"""usage: moe-engine train [group=choice …] [section.option=value …] [values.yaml …]
 
 Train a Mixture-of-Experts language model. Starts the ranks that the layout needs on this machine; under torchrun
@@ -39,13 +41,17 @@ usual options:
   data.text_paths=[a,b]     files or folders of text; left out: the sources of Python's standard library
   optim.lr=3e-3             peak learning rate
 
-run.check=true lists all options with their values; a run's config.yaml can be given in their place.
+A YAML file of values, a run's config.yaml say, can be given among the words; later words win.
 
 examples:
   moe-engine train experiment=quickstart
   moe-engine train experiment=quickstart train.steps=20 run.name=short
   moe-engine train model=tiny data.text_paths=[docs] run.check=true
-  torchrun --nproc-per-node 4 -m moe_engine train experiment=quickstart"""
+  torchrun --nproc-per-node 4 -m moe_engine train experiment=quickstart
+  moe-engine train experiment=quickstart parallel.dp=32 train.global_batch=64 run.ranks=64 run.check=true
+
+all options, with the defaults of the schema (conf/train.yaml and the groups that it chooses come before them):
+{options}"""
 
 
 def run(words: list[str]) -> int:

@@ -18,55 +18,55 @@ class ModelConfig:
     published models have and the engine does not compute yet: they are counted, and refused by `train`.
     """
 
-    name: str = "custom"
-    vocab_size: int = 257
-    dim: int = 256
+    name: str = "custom"  # shown in results and reports
+    vocab_size: int = 257  # tokens; bytes and the end of a document
+    dim: int = 256  # of the hidden state
     num_layers: int = 4  # decoder layers, MTP blocks not counted
     num_dense_layers: int = 1  # the first layers, with a dense MLP in place of experts
-    dense_hidden: int = 512
+    dense_hidden: int = 512  # inside the MLP of a dense layer
     attention: str = "mla"  # mla: multi-head latent attention | gqa: grouped queries (arXiv 2305.13245)
-    num_heads: int = 4
+    num_heads: int = 4  # of queries
     # mla (section 2.1.1)
     q_lora_rank: int = 0  # 0: queries come straight from the hidden state
-    kv_lora_rank: int = 64
-    qk_nope_head_dim: int = 32
-    qk_rope_head_dim: int = 16
-    v_head_dim: int = 32
+    kv_lora_rank: int = 64  # of the latent vector that keys and values are made from
+    qk_nope_head_dim: int = 32  # of a query and key, the part without rotation
+    qk_rope_head_dim: int = 16  # of a query and key, the part that turns with the position
+    v_head_dim: int = 32  # of a value
     latent_norm_eps: float = 1e-6  # of the norms on the latent vectors, which DeepSeek's code keeps apart from norm_eps
     # gqa
     num_kv_heads: int = 2  # heads of keys and values; each serves num_heads / num_kv_heads heads of queries
-    head_dim: int = 64
+    head_dim: int = 64  # of a query, key and value
     qk_norm: bool = False  # RMSNorm over every head of queries and of keys (Qwen3)
     # rotary embedding (arXiv 2104.09864)
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # the slowest pair turns once in about this many positions, times 2 pi
     rope_style: str = "interleaved"  # which numbers turn together: 2i and 2i+1 (DeepSeek) | halves: i and i+d/2 (Llama)
     rope_scaling: str = "none"  # none | yarn: longer contexts than rope_original_length (arXiv 2309.00071)
     rope_factor: float = 1.0  # how many times longer
-    rope_original_length: int = 4096
+    rope_original_length: int = 4096  # longest sequence of the training before rope_scaling
     rope_beta_fast: float = 32.0  # pairs with more turns than this in the original length keep their speed …
     rope_beta_slow: float = 1.0  # … those with fewer are slowed by rope_factor, and between is a ramp …
     rope_truncate: bool = True  # … that begins and ends at whole pairs
     # With m(s) = 1 + 0.1 s ln(rope_factor), queries and keys grow by m(rope_mscale) / m(rope_mscale_all_dim) each;
     # the scores of mla by m(rope_mscale_all_dim)^2 besides, as in DeepSeek's models.
     rope_mscale: float = 1.0
-    rope_mscale_all_dim: float = 0.0
+    rope_mscale_all_dim: float = 0.0  # see rope_mscale
     max_positions: int = 0  # longest sequence that the model is for; 0: any
     # experts (section 2.1.2)
-    num_experts: int = 16
-    top_k: int = 4
-    expert_hidden: int = 128
+    num_experts: int = 16  # in each layer that has some
+    top_k: int = 4  # experts of a token
+    expert_hidden: int = 128  # inside an expert
     num_shared_experts: int = 1  # merged into one MLP of num_shared_experts * expert_hidden
     score_function: str = "sigmoid"  # sigmoid | softmax
     num_groups: int = 1  # node-limited routing: experts are split in this many groups …
     top_groups: int = 1  # … and a token uses at most this many of them
     group_score: str = "sum_top2"  # sum_top2 (V3) | max (V2)
-    normalize_weights: bool = True
-    route_scale: float = 1.0
+    normalize_weights: bool = True  # the weights of a token's experts sum to route_scale
+    route_scale: float = 1.0  # factor on the weights of the chosen experts
     # output
     mtp_depth: int = 0  # multi-token prediction modules (section 2.2)
     tied_head: bool = False  # the output head is the embedding table
-    norm_eps: float = 1e-6
-    init_std: float = 0.006
+    norm_eps: float = 1e-6  # of the RMSNorms
+    init_std: float = 0.006  # of the normal distribution that weights start from
     # counted, but refused by `train`
     sliding_window: int = 0  # a query sees this many keys, itself included; 0: all; refused if shorter than a sequence
     sliding_window_every: int = 1  # of how many layers the first has the window; 1: all have it
@@ -112,19 +112,19 @@ class MoESection:
 class ParallelConfig:
     """Section `parallel`: world = pp * dp * cp * tp; experts fold into the same ranks."""
 
-    pp: int = 1
-    dp: int | None = None  # derived from the world when not given
-    cp: int = 1
-    ep: int = 1
-    tp: int = 1
-    zero: int = 1
+    pp: int = 1  # pipeline ranks: stages of layers
+    dp: int | None = None  # data-parallel replicas; derived from the number of ranks when not given
+    cp: int = 1  # ranks that share out each sequence
+    ep: int = 1  # ranks that share out the experts of a layer; divides dp * cp
+    tp: int = 1  # ranks that share out each matrix
+    zero: int = 1  # what dp ranks share out: 1 for optimizer states
 
 
 @dataclass
 class PipelineConfig:
-    """Section `pipeline`."""
+    """Section `pipeline`: in which order stages work on which micro-batches."""
 
-    schedule: str = "1f1b"  # a name that `schedule.schedules` knows
+    schedule: str = "1f1b"  # the order of work; `moe-engine schedule` lists and draws them
     virtual_stages: int = 1  # stages a rank holds; only interleaved_1f1b leaves it free
     # What each stage holds, in the order of the model: [embedding+2L,3L,2L,1L+head+mtp], 2L for two layers.
     # Empty: evenly.
@@ -146,23 +146,23 @@ class RecomputeConfig:
 class PrecisionConfig:
     """Section `precision`: formats of parameters and compute, of summed gradients, of master weights and moments."""
 
-    name: str = "bf16"
-    compute: str = "bfloat16"
-    gradient: str = "float32"
-    master: str = "float32"
+    name: str = "bf16"  # the recipe: bf16 | fp32 | fp64
+    compute: str = "bfloat16"  # parameters and activations
+    gradient: str = "float32"  # sums of gradients
+    master: str = "float32"  # master weights and AdamW's moments
 
 
 @dataclass
 class OptimConfig:
     """Section `optim`: AdamW with warm-up and cosine decay."""
 
-    lr: float = 3e-3
+    lr: float = 3e-3  # the highest, after warm-up
     min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
-    warmup_steps: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    warmup_steps: int = 20  # the learning rate rises to lr in this many
+    beta1: float = 0.9  # of the mean of gradients
+    beta2: float = 0.95  # of the mean of their squares
+    eps: float = 1e-8  # in the denominator of the update
+    weight_decay: float = 0.1  # per step, times the learning rate
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     decay_embedding: bool = True  # weight decay on the embedding table too (norms, router and biases never decay)
 
@@ -172,7 +172,7 @@ class DataConfig:
     """Section `data`: text in, memory-mapped token files out."""
 
     text_paths: list[str] = field(default_factory=list)  # files or folders; empty: this Python's standard library
-    cache_dir: str = "data_cache"
+    cache_dir: str = "data_cache"  # where token files are kept for the next run
     mask_documents: bool = True  # attention, positions and targets stop at a document's border
     validation_fraction: float = 0.05  # of the files
     max_bytes: int = 0  # never take more text than this; 0: all of it
@@ -180,13 +180,13 @@ class DataConfig:
 
 @dataclass
 class TrainConfig:
-    """Section `train`."""
+    """Section `train`: how long, in which batches, from where."""
 
-    steps: int = 100
+    steps: int = 100  # optimizer steps, those before a resume included
     global_batch: int = 16  # sequences a step, over all ranks
     micro_batch: int = 4  # sequences a micro-batch, on one dp rank
-    seq_len: int = 256
-    seed: int = 0
+    seq_len: int = 256  # tokens of a sequence
+    seed: int = 0  # of the weights and of the order of the text
     mtp_loss_weight: float = 0.3  # lambda; each depth gets lambda / depths
     eval_sequences: int = 64  # validation sequences at the end; 0: no validation
     sample_tokens: int = 200  # length of the generated sample at the end; 0: none
@@ -199,8 +199,8 @@ class TrainConfig:
 class RunConfig:
     """Section `run`: where the results of a run go."""
 
-    dir: str = "runs"
-    name: str = "default"
+    dir: str = "runs"  # the folder of all runs; on a cluster, one that all nodes see
+    name: str = "default"  # this run's folder inside run.dir
     resume: bool = False  # go on from the newest complete checkpoint of this run
     overwrite: bool = False  # remove the run that this folder holds, where it is not resumed
     check: bool = False  # only validate the configuration, and print it with the layout
