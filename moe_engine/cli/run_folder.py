@@ -21,17 +21,23 @@ _RESULTS = ("metrics.jsonl", "summary.json", "loss.png", "config.yaml", "environ
 
 
 def prepare(config: Config) -> None:
-    """Make way for the run. Raises ConfigError with a line for each folder that cannot be used."""
+    """Make way for the run. Raises ConfigError as `check` does."""
+    check(config)
+    folder = Path(config.run.dir) / config.run.name
+    if not config.run.resume and _checkpoints(folder):
+        for name in _RESULTS:  # what else lies there is not ours
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError with a line for each folder that cannot be used. Nothing is written."""
     problems = [*_folder_problem("run.dir", config.run.dir), *_folder_problem("data.cache_dir", config.data.cache_dir)]
     folder = Path(config.run.dir) / config.run.name
     if not problems:
         problems = [*_name_problem(config, folder), *_room_problem(config, folder)]
     if problems:
         raise ConfigError("\n".join(problems))
-    if not config.run.resume and _checkpoints(folder):
-        for name in _RESULTS:  # what else lies there is not ours
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _folder_problem(option: str, value: str) -> Iterator[str]:

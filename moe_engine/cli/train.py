@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from moe_engine.cli import launch, run_folder
+from moe_engine.cli import launch, run_folder, sweep
 from moe_engine.cli.check import describe
 from moe_engine.cli.help import available
 from moe_engine.config.describe import option_lines
@@ -40,6 +40,8 @@ usual options:
   parallel.pp=2             also parallel.dp, parallel.ep: ranks = pp * dp, experts spread over ep of the dp ranks
   data.text_paths=[a,b]     files or folders of text; left out: the sources of Python's standard library
   optim.lr=3e-3             peak learning rate
+  --multirun                a run for each combination of options with several values (optim.lr=1e-3,3e-3), one after
+                            the other, or as Slurm jobs: hydra/launcher=submitit_slurm hydra.launcher.nodes=2 …
 
 A YAML file of values, a run's config.yaml say, can be given among the words; later words win.
 
@@ -47,6 +49,7 @@ examples:
   moe-engine train experiment=quickstart
   moe-engine train experiment=quickstart train.steps=20 run.name=short
   moe-engine train model=tiny data.text_paths=[docs] run.check=true
+  moe-engine train --multirun experiment=quickstart optim.lr=1e-3,3e-3 train.seed=0,1 run.name=rates
   torchrun --nproc-per-node 4 -m moe_engine train experiment=quickstart
   moe-engine train experiment=quickstart parallel.dp=32 train.global_batch=64 run.ranks=64 run.check=true
 
@@ -57,6 +60,8 @@ all options, with the defaults of the schema (conf/train.yaml and the groups tha
 def run(words: list[str]) -> int:
     """Raises ConfigError for every mistake that can be found before the ranks start, all at once."""
     words = [f"train.{word}" if word.startswith("init_from=") else word for word in words]
+    if any(flag in words for flag in sweep.FLAGS):
+        return sweep.run(words, lambda config: checked(config, None))
     given = launch.given_ranks(os.environ)
     os.environ.update(given or {})
     world = int(given["WORLD_SIZE"]) if given else None

@@ -144,6 +144,9 @@ def _read_words(command: str, overrides: Sequence[str], known: Mapping[str, stri
             _read_choice(name, value, command_groups[name], words)
         elif name in known:
             words.values.append((name, _parse(name, value, known[name])))
+            if command == "train" and _several(name, value, known[name]):
+                words.problems.append(f"{text}: has several values; for a run with each of them add --multirun")
+                words.values.pop()
         elif any(option.startswith(f"{name}.") for option in known):
             words.problems.append(strict.not_a_value(name, value, known))
         else:
@@ -201,6 +204,16 @@ def _parse(name: str, value: str, option: strict.Option) -> Any:
     except HydraException:
         return value
     return value if override.is_sweep_override() else override.value()
+
+
+def _several(name: str, value: str, option: strict.Option) -> bool:
+    """Whether a value is a sweep in Hydra's grammar, where a text is none."""
+    if option.base_type is str:
+        return False
+    try:
+        return bool(OverridesParser.create().parse_override(f"{name}={value}").is_sweep_override())
+    except HydraException:
+        return False
 
 
 def _compose(command: str, group_words: list[str]) -> DictConfig:

@@ -69,3 +69,28 @@ def test_a_job_trains_what_local_ranks_train(tmp_path: Path) -> None:
         assert code == 2, log
         assert log.count("optim.lr=fast: a number is expected, for example optim.lr=0.003") == 1
         assert "Traceback" not in log and sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_sweep_runs_as_jobs(tmp_path: Path) -> None:
+    """`--multirun` by the submitit launcher: each run is a job of two tasks, which are its two ranks."""
+    if slurm.missing():
+        pytest.skip(slurm.missing())
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["model=tiny", "parallel.dp=2", "parallel.ep=2", "train.steps=2", "train.seq_len=32", "train.eval_sequences=8"]
+    words += [*WORDS[4:7], "optim.lr=1e-3,3e-3", "run.name=rates"]
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2", "hydra.launcher.cpus_per_task=1"]
+    with slurm.cluster(tmp_path / "slurm", cpus=4) as environment:
+        done = subprocess.run(
+            [sys.executable, "-m", "moe_engine", "train", "--multirun", *words, *launcher],
+            cwd=tmp_path,
+            env=environment,
+            timeout=200,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "runs" / "rates" / "sweep.json").read_text())
+    assert [row["options"] for row in rows] == [["optim.lr=0.001"], ["optim.lr=0.003"]]
+    assert all(row["complete"] and row["steps"] == 2 for row in rows)
+    logs = "\n".join(path.read_text() for path in (tmp_path / "runs" / "rates" / "jobs").rglob("*_0_log.out"))
+    assert logs.count("2 ranks: pp 1 x dp 2, ep 2") == 2

@@ -154,7 +154,7 @@ MISTAKES = {
     "train.steps=null": "a whole number is expected",
     "train.steps=": "a whole number is expected",
     "train.steps=(3": "a whole number is expected",
-    "train.steps=1,2": "a whole number is expected",
+    "train.steps=1,2": "has several values; for a run with each of them add --multirun",
     "train.steps=[1]": "a whole number is expected",
     "train.steps={a: 1}": "a whole number is expected",
     "parallel.dp=two": "a whole number is expected, for example parallel.dp=1",
