@@ -145,7 +145,7 @@ MISTAKES = {
     "pipeline=1f2b": "no such pipeline; did you mean 1f1b? There are 1f1b, ",
     "optim=adam": "no such optim; did you mean adamw? There are adamw",
     "model=null": "no such model; there are ",
-    "parallel=/tmp/x": "no such parallel; there are deepseek_v3, pp2_dp2_ep2, single",
+    "parallel=/tmp/x": "no such parallel; there are ",
     # types
     "train.steps=1e3": "a whole number is expected, for example train.steps=1000",
     "train.steps=10.6": "a whole number is expected, for example train.steps=11",
