@@ -207,8 +207,8 @@ def _parse(name: str, value: str, option: strict.Option) -> Any:
 
 
 def _several(name: str, value: str, option: strict.Option) -> bool:
-    """Whether a value is a sweep in Hydra's grammar, where a text is none."""
-    if option.base_type is str:
+    """Whether a value is a sweep in Hydra's grammar; of lists, brackets were rather forgotten, and texts are none."""
+    if option.base_type in (str, list[str]):
         return False
     try:
         return bool(OverridesParser.create().parse_override(f"{name}={value}").is_sweep_override())
