@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 EMPTY_IS_FINE := || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check slow aot gpu clean
+.PHONY: help install train test check slow aot gpu bench-overlap clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ aot: $(INSTALLED) ## compile every GPU kernel without a GPU and print what its m
 
 gpu: $(INSTALLED) ## the tests for a machine with a CUDA device
 	$(PYTEST) -m gpu tests $(ARGS) $(EMPTY_IS_FINE)
+
+bench-overlap: $(INSTALLED) ## what the overlapped pair hides over a slow wire between two namespaces (needs root)
+	$(BIN)/moe-engine bench overlap $(ARGS)
 
 clean: ## remove the virtual environment and all caches (keeps runs/ and data_cache/)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -27,6 +27,9 @@ BENCHMARKS = {
     "kernels": Entry(
         "moe_engine.bench.kernels", "bench_kernels", "single kernels on a GPU against torch's and DeepGEMM's"
     ),
+    "overlap": Entry(
+        "moe_engine.bench.overlap", "bench_overlap", "what the overlapped pair hides of exchanges over a slow wire"
+    ),
 }
 
 SUMMARY = "measure speed, and compare two measurements"

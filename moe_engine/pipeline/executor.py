@@ -182,9 +182,9 @@ class Executor:
         """Both halves, phase by phase; what goes to other stages leaves as soon as it is there."""
         forward, backward = action.halves()
         back, ahead = self._turn_back(step, backward.stage, backward.micro_batch), None
-        assert isinstance(back, CutMicroBatch)
+        assert self.order is not None and isinstance(back, CutMicroBatch)
         back.woven = True
-        for each in self._steps(self.stages[forward.stage].num_blocks, back.blocks):
+        for each in pair.steps(self.order, self.stages[forward.stage].num_blocks, back.blocks):
             if each.part == "F":
                 if ahead is None:
                     ahead = self._enter(step, forward.stage, forward.micro_batch)
@@ -198,11 +198,6 @@ class Executor:
         self.exchanges.catch_up()
         assert ahead is not None
         self._leave(step, ahead)
-
-    def _steps(self, forward_blocks: int, backward_blocks: int) -> list[pair.Step]:
-        """The phases of a pair, in order."""
-        assert self.order is not None
-        return pair.steps(self.order, forward_blocks, backward_blocks)
 
     def _input(self, step: _Step, stage: int, m: int) -> Tensor | None:
         """What the forward of a micro-batch starts from; None on the first stage."""

@@ -42,18 +42,19 @@ class Exchanges:
 
     def start(self, label: str, enqueue: Callable[[], Callable[[], T]], by_courier: bool = False) -> Callable[[], T]:
         """`enqueue` starts the exchange and returns what waits for it and gives the result; so does this."""
-        self.catch_up()
 
         def recorded_enqueue() -> Callable[[], T]:
             if self.recorder is not None:
                 self.recorder.start(label)
             return enqueue()
 
-        if by_courier:
-            self._last = started = self._courier.submit(recorded_enqueue)
-        else:
-            started = Future()
-            started.set_result(recorded_enqueue())
+        with recorded(self.recorder, f"{label} start"):
+            self.catch_up()
+            if by_courier:
+                self._last = started = self._courier.submit(recorded_enqueue)
+            else:
+                started = Future()
+                started.set_result(recorded_enqueue())
 
         def wait() -> T:
             with recorded(self.recorder, f"{label} wait"):

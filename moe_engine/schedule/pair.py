@@ -49,6 +49,9 @@ WITHOUT_COURIER = "attn(F) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(F) combine(
 # For a device that queues: computation on one stream, exchanges on another, an event for each dependency.
 LAUNCHING = "attn(F) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(F) attn(B) attn(W) combine(F) combine(B)"
 
+# No weaving: all of the forward, then all of the backward. What the others are measured against.
+ONE_AFTER_THE_OTHER = "F B"
+
 
 def needs(step: Step, blocks: int) -> list[Step]:
     """What must come before a phase of a half whose stage has this many blocks."""
@@ -80,6 +83,8 @@ def phases(blocks: int, backward: bool) -> list[Step]:
 
 def steps(order: str, forward_blocks: int, backward_blocks: int) -> list[Step]:
     """The whole pair in an order such as BLOCKING. Raises ScheduleError when the order is not legal."""
+    if order == ONE_AFTER_THE_OTHER:
+        return [*phases(forward_blocks, backward=False), *phases(backward_blocks, backward=True)]
     found = [Step("tail", "B", backward_blocks)]
     if backward_blocks:
         found.append(Step("combine", "B", backward_blocks - 1))

@@ -62,20 +62,11 @@ class Times:
         self.ended[label] = time.perf_counter()
 
 
-class OneAfterTheOther(Executor):
-    """Cut in phases all the same, but the forward before the backward."""
-
-    def _steps(self, forward_blocks: int, backward_blocks: int) -> list[pair.Step]:
-        plain = [*pair.phases(forward_blocks, backward=False), *pair.phases(backward_blocks, backward=True)]
-        pair.check_pair(plain, forward_blocks, backward_blocks)
-        return plain
-
-
-def _in_flight(rank: int, kind: type[Executor]) -> list[bool]:
+def _in_flight(rank: int, order: str) -> list[bool]:
     """For each attn(F) of each pair: whether a combine(B) was started before it and waited for after it."""
     case = Case(dp=2, ep=2, schedule="overlapped_1f1b", precision="fp32")
     trainer, times = Trainer(config_of(case), rank, torch.device("cpu")), Times()
-    executor = kind(trainer.stages, trainer.groups, pair.BLOCKING, times)
+    executor = Executor(trainer.stages, trainer.groups, order, times)
     batches = rank_batches(trainer, case, 0)
     trainer.optimizer.zero_grad()
     executor.run(trainer.lists, batches, LossRule(trainer.count_items(batches), 0.3))
@@ -92,12 +83,12 @@ def _in_flight(rank: int, kind: type[Executor]) -> list[bool]:
 
 
 def test_attn_of_the_forward_runs_while_combine_of_the_backward_is_in_flight() -> None:
-    for found in run_ranks(2, _in_flight, Executor):
+    for found in run_ranks(2, _in_flight, pair.BLOCKING):
         assert len(found) == 3 * 4 and all(found)  # 3 pairs; of 5 blocks, one is dense
 
 
 def test_the_plain_order_has_nothing_in_flight() -> None:
-    for found in run_ranks(2, _in_flight, OneAfterTheOther):
+    for found in run_ranks(2, _in_flight, pair.ONE_AFTER_THE_OTHER):
         assert len(found) == 3 * 4 and not any(found)
 
 

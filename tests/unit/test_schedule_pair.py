@@ -10,6 +10,7 @@ from moe_engine.schedule.check import ScheduleError
 from moe_engine.schedule.pair import (
     BLOCKING,
     LAUNCHING,
+    ONE_AFTER_THE_OTHER,
     WITHOUT_COURIER,
     Exchange,
     Step,
@@ -22,6 +23,7 @@ from moe_engine.schedule.pair import (
 from moe_engine.schedule.schedules import schedule
 
 ORDERS = [BLOCKING, WITHOUT_COURIER, LAUNCHING]
+ALL_ORDERS = [*ORDERS, ONE_AFTER_THE_OTHER]
 BLOCKS = st.integers(0, 4)
 
 
@@ -50,7 +52,7 @@ def test_blocking_starts_every_exchange_right_after_what_it_needs() -> None:
             assert needs(step, 3) == [found[place - 1]]
 
 
-@given(forward=BLOCKS, backward=BLOCKS, order=st.sampled_from(ORDERS))
+@given(forward=BLOCKS, backward=BLOCKS, order=st.sampled_from(ALL_ORDERS))
 def test_stages_of_any_sizes_pair(forward: int, backward: int, order: str) -> None:
     found = steps(order, forward, backward)
     assert len(found) == 4 * forward + 6 * backward + 2
@@ -61,7 +63,7 @@ def test_stages_of_any_sizes_pair(forward: int, backward: int, order: str) -> No
         assert len(own) == len(phases(blocks, backward=part == "B"))
 
 
-@given(forward=st.integers(1, 3), backward=st.integers(1, 3), order=st.sampled_from(ORDERS), data=st.data())
+@given(forward=st.integers(1, 3), backward=st.integers(1, 3), order=st.sampled_from(ALL_ORDERS), data=st.data())
 def test_a_phase_too_early_missing_or_twice_is_refused(
     forward: int, backward: int, order: str, data: st.DataObject
 ) -> None:
