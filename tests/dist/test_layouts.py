@@ -130,7 +130,7 @@ def other_models() -> list[Case]:
     layouts = [
         Case(dp=4, ep=4, micro_batch=2, padding=True),
         Case(pp=2, dp=4, ep=2, schedule="split_1f1b", tied=True),
-        Case(pp=4, dp=2, schedule="zbv", skew=True),
+        Case(pp=2, dp=2, schedule="zbv", skew=True),
         Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
     ]
     return [replace(case, model=model, z_loss=True) for model in ("qwen3", "v3_yarn") for case in layouts]

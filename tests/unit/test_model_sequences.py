@@ -138,13 +138,17 @@ def test_without_borders_a_row_is_one_document(monkeypatch: pytest.MonkeyPatch) 
 
 
 ODD_HEADS = {"num_heads": 3, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 5}
+GROUPED: dict[str, Any] = {
+    "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "rope_style": "halves",
+    "score_function": "softmax", "num_groups": 1, "top_groups": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("length", [5, 21])
-@pytest.mark.parametrize("model", [{}, ODD_HEADS], ids=["heads_of_4", "odd_heads"])
+@pytest.mark.parametrize("model", [{}, ODD_HEADS, GROUPED], ids=["heads_of_4", "odd_heads", "grouped"])
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
-    precision: str, length: int, model: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    precision: str, length: int, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses of every depth and the gradient of the stage's input, through a middle-to-last stage, under any split."""
     config = small_config(precision, **model)
@@ -174,9 +178,12 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_long_rows_have_the_same_bits_beside_any_others(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [{}, GROUPED], ids=["latent", "grouped"])
+def test_long_rows_have_the_same_bits_beside_any_others(
+    precision: str, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Above the plain path's length, where a batch with borders and one without take different arguments."""
-    config = small_config(precision, mtp_depth=0, num_dense_layers=2)
+    config = small_config(precision, mtp_depth=0, num_dense_layers=2, **model)
     stage, watch = trainer_of(config).stages[0], TokenLosses(monkeypatch)
     batch = documents([[600], [200, 400], [600]], depths=1)
     rule = LossRule(count_items([batch]), 0.3)

@@ -78,6 +78,21 @@ def test_router_gradient_from_the_loss_alone_is_the_weighted_analytic_one() -> N
     torch.testing.assert_close(layer.router.weight.grad, weight.grad, rtol=1e-11, atol=1e-15)
 
 
+def test_z_loss_reaches_the_router_alone_and_is_a_mean_over_tokens_that_are_no_padding() -> None:
+    layer = MoELayer(make_config(aux_loss_weight=0.0, z_loss_weight=0.25), dtype=torch.float64)
+    x = randn(2, 10, 24)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[1, 3:] = False
+    _, aux = layer(x, mask, return_aux=True)
+    aux.backward()
+    weight = layer.router.weight.detach().clone().requires_grad_()
+    expected = 0.25 * ((x[mask] @ weight.T).exp().sum(dim=1).log() ** 2).mean()
+    expected.backward()
+    assert aux.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(layer.router.weight.grad, weight.grad, rtol=1e-11, atol=1e-15)
+    assert layer.experts.down.grad is None
+
+
 def test_weight_zero_turns_the_loss_off() -> None:
     layer = MoELayer(make_config(aux_loss_weight=0.0))
     x = torch.zeros(4, 24)
