@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.schema import ModelConfig
-from moe_engine.model.core_attention import PLAIN_ATTENTION_LENGTH, core_attention
+from moe_engine.model.core_attention import BLOCKED_ATTENTION_LENGTH, core_attention
 from moe_engine.model.rope import angles, frequencies, rotate, score_growth
 
-LONG = PLAIN_ATTENTION_LENGTH + 88
+LONG = BLOCKED_ATTENTION_LENGTH + 88
 
 
 def documents_mask(S: int, border: int) -> Tensor:
