@@ -2,15 +2,17 @@
 
 For each number of ranks and each schedule, local ranks run whole passes over the action lists (see `timed_stage`). All
 schedules cut the same model: `cost` are the times of 1/pp of it, in units of `unit_s` seconds, and a schedule with
-finer stages gets its share. A step lasts from the first rank's start to the last one's end. Before anything is timed,
+finer stages gets its share. The delay of one message, a thing of the machine and its load, is measured just before
+and given to the simulator. A step lasts from the first rank's start to the last one's end. Before anything is timed,
 one pass is checked: every stage must have seen every micro-batch's backward once.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +34,14 @@ from moe_engine.schedule.compare import TEST_ONLY, share_of_cost
 from moe_engine.schedule.simulate import Cost, simulate
 
 ROW_FLOATS = 256  # a message is rows of this many fp32 numbers
-FIGURES = {"simulated_s": ".3f", "over_simulated": "+.1%", "bubble_simulated": ".1%", "over_1f1b": "+.1%"}
+PINGS = 21
+FIGURES = {
+    "message_ms": ".2f",
+    "simulated_s": ".3f",
+    "over_simulated": "+.1%",
+    "bubble_simulated": ".1%",
+    "over_1f1b": "+.1%",
+}
 
 
 @dataclass
@@ -44,7 +53,7 @@ class ScheduleBenchConfig:
     schedules: list[str] = field(default_factory=list)  # empty: all
     micro_batches: int = 0  # 0: twice the ranks
     cost: Cost = field(default_factory=lambda: Cost(f=1.0, b=2.0, w=1.0, fb=3.0))  # of 1/pp of the model
-    unit_s: float = 0.04  # seconds that a cost of 1 takes
+    unit_s: float = 0.06  # seconds that a cost of 1 takes
     message_kib: int = 64  # size of what crosses a stage border
     rounds: int = 3  # timed passes of each schedule
     within: float = 0.05  # how far a step may be from the simulated one
@@ -66,7 +75,7 @@ options:
   schedules=[1f1b,dualpipe] which; left out: {", ".join(_all_names())}
   micro_batches=0           micro-batches of a step; 0: twice the ranks
   cost.f=1 cost.b=2 cost.w=1   forward, full backward, its weight gradient: of 1/pp of the model, in units
-  unit_s=0.04               seconds of a unit
+  unit_s=0.06               seconds of a unit
   message_kib=64            size of a message between stages
   rounds=3                  timed steps of each
   within=0.05               exit code 1 if a median step is further than this from the simulated one
@@ -169,13 +178,15 @@ def _result(
 ) -> record.Result:
     """One schedule's samples from what its ranks brought back."""
     lists, num_stages, _ = _layout(name, pp, micro_batches)
-    simulation = simulate(lists, num_stages, share_of_cost(seconds, pp, num_stages))
     own = [rank[number] for rank in ranks]
+    cost = replace(share_of_cost(seconds, pp, num_stages), communication=own[0]["message"])
+    simulation = simulate(lists, num_stages, cost)
     passed = all(each["right"] for each in own)
     verdict = record.Verdict(passed, "every stage saw every micro-batch's backward once" if passed else "wrong counts")
     passes = zip(*(each["passes"] for each in own), strict=True)
     samples = [max(end for _, end in each) - min(start for start, _ in each) for each in passes] if passed else []
-    result = record.Result("schedule", case, name, case, samples, verdict, {"simulated_s": simulation.makespan})
+    result = record.Result("schedule", case, name, case, samples, verdict)
+    result.figures.update(message_ms=1e3 * cost.communication, simulated_s=simulation.makespan)
     if samples:
         result.figures["over_simulated"] = _median(result) / simulation.makespan - 1
         result.figures["bubble_simulated"] = max(simulation.bubble)
@@ -187,7 +198,8 @@ def _median(result: record.Result) -> float:
 
 
 def timed_rank(rank: int, device: torch.device, settings: Sequence[Any]) -> list[dict[str, Any]]:
-    """One rank of all passes: for each schedule whether it ran right, and start and end of each timed pass."""
+    """One rank of all passes: for each schedule whether it ran right, start and end of each timed pass, and the
+    seconds that a message took (on ranks 0 and 1)."""
     names, pp, micro_batches, seconds, rows, rounds = settings
     sleep = Sleep.calibrated()
     runners = []
@@ -199,10 +211,30 @@ def timed_rank(rank: int, device: torch.device, settings: Sequence[Any]) -> list
         # a TimedStage is all that an executor asks of a stage
         executor = Executor(cast(dict[int, Stage], stages), groups)
         runners.append(_Runner(executor, groups, lists, _batches(micro_batches, rows)))
-    found = [{"right": runner.right(), "passes": []} for runner in runners]
+    right = [runner.right() for runner in runners]
+    message = _message_seconds(runners[0].groups, rows) if runners else 0.0
+    found: list[dict[str, Any]] = [{"right": each, "passes": [], "message": message} for each in right]
     for number in record.turns([str(each) for each in range(len(names))], rounds):
-        found[int(number)]["passes"].append(runners[int(number)].timed())  # type: ignore[attr-defined]
+        found[int(number)]["passes"].append(runners[int(number)].timed())
     return found
+
+
+def _message_seconds(groups: Groups, rows: int) -> float:
+    """The median way of a message from rank 0 to a waiting rank 1: half of there and back. Others: 0."""
+    there, back = (groups.edges.get(edge) for edge in ((0, 1, "activation"), (1, 0, "gradient")))
+    if there is None or back is None:
+        return 0.0
+    x, seconds = torch.zeros(rows, ROW_FLOATS), []
+    for tag in range(PINGS):
+        start = time.perf_counter()
+        out, home = (there, back) if groups.rank == 0 else (back, there)
+        if groups.rank == 0:
+            out.send(x, 1 - out.rank, tag).wait()
+        home.receive(x.clone(), 1 - home.rank, tag).wait()
+        if groups.rank == 1:
+            out.send(x, 1 - out.rank, tag).wait()
+        seconds.append((time.perf_counter() - start) / 2)
+    return statistics.median(seconds)
 
 
 @dataclass
