@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.fp8_format import BLOCK, CODE, E4M3_MAX, FORWARD_AMAX, blocks, padded_rows, scale_of, zero_scale
-from moe_kernels.reference.wide import as_list
+from moe_kernels.reference.wide import as_list, row_blocks
 
 
 def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True) -> tuple[Tensor, Tensor]:
@@ -22,9 +22,14 @@ def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: 
     x [R, D] bf16 or fp32 -> codes [R, D] and scales [ceil(D/128), R] fp32: block of columns first, so that the
     scales a matrix product needs for a block of rows lie side by side. D need not be a multiple of 128.
     """
-    tiles = _fill(x.float(), dim=1).unflatten(1, (-1, BLOCK))  # [R, D/128, 128]
-    codes, scale = _quantize(tiles, (2,), smallest_amax, power_of_two)
-    return codes.flatten(1)[:, : x.shape[1]].contiguous(), scale.squeeze(2).T.contiguous()
+    rows, dim = x.shape
+    codes, scale = _codes_and_scales(x, (rows, dim), (blocks(dim), rows))
+    for part in row_blocks(x):
+        tiles = _fill(x[part].float(), dim=1).unflatten(1, (-1, BLOCK))  # [rows of the part, D/128, 128]
+        part_codes, part_scale = _quantize(tiles, (2,), smallest_amax, power_of_two)
+        codes[part] = part_codes.flatten(1)[:, :dim]
+        scale[:, part] = part_scale.squeeze(2).T
+    return codes, scale
 
 
 def quantize_blocks(
@@ -57,17 +62,22 @@ def quantize_columns(
     codes [D, P] and scales [P/128, D'] fp32, D' = D filled up to a multiple of 128 with the scale of zeros, so that
     a kernel reads whole blocks of them. Columns that hold no row are zero and enter no scale.
     """
-    wide = x.float() if x_scale is None else dequantize_rows(x, x_scale)
-    counts = as_list(counts)
-    padded = wide.new_zeros(padded_rows(x.shape[0], len(counts)), x.shape[1])
+    counts, dim = as_list(counts), x.shape[1]
+    places = padded_rows(x.shape[0], len(counts))
+    codes, scale = _codes_and_scales(x, (dim, places), (places // BLOCK, blocks(dim) * BLOCK))
+    codes.view(torch.uint8).zero_()
+    scale.fill_(zero_scale(smallest_amax, power_of_two))
     start = place = 0
     for count in counts:
-        padded[place : place + count] = wide[start : start + count]
-        start, place = start + count, place + blocks(count) * BLOCK
-    codes, scale = _quantize(padded.unflatten(0, (-1, BLOCK)), (1,), smallest_amax, power_of_two)
-    dim = x.shape[1]
-    scale = F.pad(scale.squeeze(1), (0, blocks(dim) * BLOCK - dim), value=zero_scale(smallest_amax, power_of_two))
-    return codes.flatten(0, 1).T.contiguous(), scale
+        for row in range(start, start + count, BLOCK):
+            tile = slice(row, min(row + BLOCK, start + count))
+            wide = x[tile].float() if x_scale is None else dequantize_rows(x[tile], x_scale[:, tile])
+            tile_codes, tile_scale = _quantize(wide, (0,), smallest_amax, power_of_two)
+            codes[:, place : place + len(wide)] = tile_codes.T
+            scale[place // BLOCK, :dim] = tile_scale[0]
+            place += BLOCK
+        start += count
+    return codes, scale
 
 
 def quantize_rows_and_columns(
@@ -78,10 +88,10 @@ def quantize_rows_and_columns(
     Rows after the last group have codes 0 and the scale of a tile of zeros.
     """
     counts = as_list(counts)
-    grouped = x.clone()
-    grouped[sum(counts) :] = 0
-    by_row = quantize_rows(grouped, smallest_amax, power_of_two)
-    return (*by_row, *quantize_columns(x, counts, smallest_amax, power_of_two))
+    codes, scale = quantize_rows(x, smallest_amax, power_of_two)
+    codes[sum(counts) :] = torch.zeros((), dtype=CODE)
+    scale[:, sum(counts) :] = zero_scale(smallest_amax, power_of_two)
+    return codes, scale, *quantize_columns(x, counts, smallest_amax, power_of_two)
 
 
 def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
@@ -100,8 +110,13 @@ def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     return _times_scale(_widen(codes), by_row)
 
 
+def _codes_and_scales(like: Tensor, codes: tuple[int, int], scale: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Tensors to be filled part by part: intermediate fp32 numbers then stay in a CPU's cache."""
+    return like.new_empty(codes, dtype=CODE), like.new_empty(scale, dtype=torch.float32)
+
+
 def _quantize(tiles: Tensor, dims: tuple[int, ...], smallest_amax: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Codes shaped like `tiles` and scales with `dims` kept as 1; one tile spans `dims`. Changes `tiles`."""
+    """Codes shaped like `tiles` (fp32) and scales with `dims` kept as 1; one tile spans `dims`."""
     if tiles.numel() == 0:
         shape = [1 if i - tiles.ndim in dims or i in dims else n for i, n in enumerate(tiles.shape)]
         return tiles.to(CODE), tiles.new_empty(shape)

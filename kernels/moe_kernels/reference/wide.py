@@ -174,7 +174,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     the same bits wherever it stands (torch's own silu does not).
     """
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    for rows in _row_blocks(gate_up):
+    for rows in row_blocks(gate_up):
         gate, up = gate_up[rows].to(_wide(gate_up.dtype)).chunk(2, dim=1)
         act = gate / (-gate).exp_().add_(1)
         act *= up
@@ -189,7 +189,7 @@ def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
     d_gate_up = torch.empty_like(gate_up)
     d_weight = None if weight is None else torch.empty_like(weight)
     hidden = gate_up.shape[1] // 2
-    for rows in _row_blocks(gate_up):
+    for rows in row_blocks(gate_up):
         gate, up = gate_up[rows].to(_wide(gate_up.dtype)).chunk(2, dim=1)
         d_act = d_out[rows].to(gate.dtype)
         sigmoid = (-gate).exp_().add_(1).reciprocal_()
@@ -203,7 +203,8 @@ def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
     return d_gate_up, d_weight
 
 
-def _row_blocks(x: Tensor) -> Iterator[slice]:
+def row_blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of x's rows with about BLOCK_ELEMENTS numbers each."""
     step = max(1, BLOCK_ELEMENTS // max(1, x.shape[1]))
     for start in range(0, x.shape[0], step):
         yield slice(start, min(start + step, x.shape[0]))
