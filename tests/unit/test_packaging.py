@@ -202,3 +202,46 @@ def test_an_editable_install_puts_no_folder_in_the_way(tmp_path: Path) -> None:
     names = build("build_editable", tmp_path).namelist()
     assert [name for name in names if name.startswith(("moe_engine/", "moe_kernels/", "kernels/", "conf/"))] == []
     assert any(name.endswith(".pth") for name in names)
+
+
+@pytest.mark.slow
+def test_a_wheel_in_an_empty_environment_trains_from_an_unrelated_folder(tmp_path: Path) -> None:
+    """The engine comes from the wheel alone; the packages that it needs are those of this interpreter."""
+    build("build_wheel", tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    install = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "--no-deps"]
+    subprocess.run([*install, "--no-index", "--quiet", wheel], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    needed_packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "needed.pth").write_text("\n".join(needed_packages))  # a path from a .pth is not searched for .pth files
+    where = "import moe_engine, moe_kernels; print(moe_engine.__file__, moe_kernels.__file__)"
+    found = subprocess.run([environment / "bin" / "python", "-c", where], cwd=elsewhere, capture_output=True, text=True)
+    assert [Path(path).parent.parent for path in found.stdout.split()] == [site, site], found.stderr
+    words = ["train", "experiment=quickstart", "train.steps=3", "train.eval_sequences=8", "train.sample_tokens=8"]
+    done = subprocess.run(
+        [environment / "bin" / "moe-engine", *words], cwd=elsewhere, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks: pp 2 x dp 2, ep 2" in done.stdout and "step 3/3" in done.stdout
+    assert {path.name for path in elsewhere.iterdir()} == {"runs", "data_cache"}
+
+
+def test_nothing_asks_for_a_device_at_import(tmp_path: Path) -> None:
+    """Every module is imported where each question to CUDA is an error."""
+    program = (
+        "import importlib, pkgutil, torch\n"
+        "def ask(*_): raise SystemExit('asked for CUDA at import')\n"
+        "for name in ('is_available', 'device_count', '_lazy_init', 'current_device', 'get_device_capability'):\n"
+        "    setattr(torch.cuda, name, ask)\n"
+        "import moe_engine, moe_kernels\n"
+        "packages = (moe_engine, moe_kernels)\n"
+        "names = [m.name for p in packages for m in pkgutil.walk_packages(p.__path__, p.__name__ + '.')]\n"
+        "for name in names:\n"
+        "    if not name.endswith('__main__'):\n"
+        "        importlib.import_module(name)\n"
+        "print(len(names))"
+    )
+    assert int(python(program, tmp_path)) > 80
