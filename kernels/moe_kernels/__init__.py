@@ -48,6 +48,8 @@ def _by_device(op: Callable[P, R], widest: int = 4) -> Callable[P, R]:
     return pick
 
 
+add_bias = _by_device(reference.add_bias)
+add_bias_backward = _by_device(reference.add_bias_backward)
 grouped_gemm = _by_device(reference.grouped_gemm, widest=2)
 grouped_gemm_fp8 = _by_device(reference.grouped_gemm_fp8)
 grouped_wgrad = _by_device(reference.grouped_wgrad, widest=2)
@@ -71,6 +73,8 @@ dequantize_columns = reference.dequantize_columns
 dequantize_rows = reference.dequantize_rows
 
 __all__ = [
+    "add_bias",
+    "add_bias_backward",
     "dequantize_blocks",
     "dequantize_columns",
     "dequantize_rows",

@@ -34,6 +34,7 @@ MODULES = (
     "grouped_wgrad",
     "grouped_wgrad_fp8",
     "swiglu",
+    "bias",
     "permute",
     "route",
 )

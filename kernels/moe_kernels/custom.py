@@ -21,6 +21,8 @@ Outputs = Tensor | tuple[Tensor, ...]
 _FLOOR = "float smallest_amax=1e-4, bool power_of_two=True"
 _PRODUCT = "Tensor counts, Tensor? source=None"
 _SCHEMAS = {
+    "add_bias": "(Tensor rows, Tensor weight, Tensor bias, Tensor counts) -> Tensor",
+    "add_bias_backward": "(Tensor d_rows, Tensor weight, Tensor bias, Tensor counts) -> (Tensor, Tensor)",
     "grouped_gemm": f"(Tensor a, Tensor b, {_PRODUCT}, int? num_sms=None) -> Tensor",
     "grouped_gemm_fp8": "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "
     f"{_PRODUCT}, ScalarType dtype=bfloat16, int? num_sms=None, bool hopper=False) -> Tensor",
@@ -108,6 +110,8 @@ def _half(gate_up: Tensor) -> Tensor:
 
 
 _FAKES: dict[str, Callable[..., Outputs]] = {
+    "add_bias": lambda rows, weight, bias, counts: torch.empty_like(rows),
+    "add_bias_backward": lambda d_rows, weight, bias, counts: (torch.empty_like(weight), _fp32(bias, *bias.shape)),
     "grouped_gemm": lambda a, b, counts, source=None, num_sms=None: a.new_empty(_row_count(a, source), b.shape[2]),
     "grouped_gemm_fp8": lambda a, a_scale, b, b_scale, counts, source=None, dtype=torch.bfloat16, *_, **__: a.new_empty(
         _row_count(a, source), b.shape[1], dtype=dtype

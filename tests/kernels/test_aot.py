@@ -36,6 +36,7 @@ LENGTH_CEILINGS = {
     "swiglu_backward_recompute": 660,
     "swiglu_fp8": 800,
     "swiglu": 680,
+    "add_bias": 420,
     "permute": 120,
     "unpermute": 350,
     "route": 2400,

@@ -28,7 +28,10 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     w, w_t, w_scale = moe_kernels.quantize_blocks(randn(3, 64, 256))
     columns = moe_kernels.quantize_columns(x, counts)
     weight = randn(40, dtype=torch.float32)
+    bias = randn(3, 256)
     return {
+        "add_bias": (x, weight, bias, counts),
+        "add_bias_backward": (x, weight, bias, counts),
         "grouped_gemm": (x, randn(3, 256, 64), counts, source),
         "grouped_gemm_fp8": (codes, scale, w, w_scale, counts, source, torch.float32),
         "grouped_wgrad": (x, x, counts),

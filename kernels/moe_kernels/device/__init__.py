@@ -3,6 +3,7 @@
 A launcher takes what its namesake in `reference` takes, with group sizes as a tensor that stays on the device.
 """
 
+from moe_kernels.device.bias import add_bias, add_bias_backward
 from moe_kernels.device.grouped_gemm import grouped_gemm
 from moe_kernels.device.grouped_gemm_fp8 import grouped_gemm_fp8
 from moe_kernels.device.grouped_wgrad import grouped_wgrad
@@ -19,6 +20,8 @@ from moe_kernels.device.swiglu import (
 )
 
 __all__ = [
+    "add_bias",
+    "add_bias_backward",
     "grouped_gemm",
     "grouped_gemm_fp8",
     "grouped_wgrad",

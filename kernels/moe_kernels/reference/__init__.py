@@ -1,5 +1,6 @@
 """Every op in plain torch: the specification, the CPU path and the oracle of the tests."""
 
+from moe_kernels.reference.bias import add_bias, add_bias_backward
 from moe_kernels.reference.fp8 import (
     grouped_gemm_fp8,
     grouped_wgrad_fp8,
@@ -32,6 +33,8 @@ from moe_kernels.reference.wide import (
 )
 
 __all__ = [
+    "add_bias",
+    "add_bias_backward",
     "dequantize_blocks",
     "dequantize_columns",
     "dequantize_rows",
