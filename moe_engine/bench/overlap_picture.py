@@ -45,7 +45,15 @@ def draw(events_by_order: Mapping[str, Sequence[Any]], path: Path, title: str) -
             left, width = (start - first) * 1e3, (end - start) * 1e3
             if phase == "wait":
                 axis.barh(
-                    row, width, left=left, height=0.8, color="none", edgecolor="#b00020", hatch="////", linewidth=0
+                    row,
+                    width,
+                    left=left,
+                    height=0.8,
+                    color="none",
+                    edgecolor="#b00020",
+                    hatch="////",
+                    linewidth=0,
+                    zorder=3,
                 )
                 continue
             axis.barh(row, width, left=left, height=0.8, color=COLOURS[phase], edgecolor="white", linewidth=0.5)
