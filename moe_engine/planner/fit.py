@@ -16,8 +16,8 @@ from moe_engine.planner.hardware import Efficiency
 from moe_engine.planner.timing import StepWork, quick_seconds, steadiness
 
 NAMES = tuple(field.name for field in fields(Efficiency))
-HUBER = 0.08  # errors above 8% count linearly
-PRIOR_ROWS = 1.5
+HUBER = 0.05  # errors above 5% count linearly
+PRIOR_ROWS = 3.0
 PRIOR_WIDTH = 0.5  # of the logarithm of an efficiency
 ROUNDS = 12
 # Nothing is faster than its peak; nothing useful is slower than these.

@@ -239,15 +239,17 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
     ep = min(ep, max(1, dp * cp * tp // etp))
     seq_len = int(row["seq_len"] or 4096)
     micro_batch = int(float(row["micro_batch"] or 1))
-    stated = re.search(r"(\d+) microbatches", row["note"])
+    stated = re.search(r"(\d+) microbatches|local batch (\d+)", row["note"])
     if row["global_batch_sequences"]:
         micro_batches = max(1, round(float(row["global_batch_sequences"]) / (dp * micro_batch)))
         if float(row["global_batch_sequences"]) < dp * micro_batch:
             micro_batch = max(1, round(float(row["global_batch_sequences"]) / dp))
     elif stated:
-        micro_batches = int(stated[1])
+        micro_batches = int(stated[1] or stated[2])
+    elif pp > 1:
+        return "batch not stated"
     else:
-        micro_batches = max(1, pp)
+        micro_batches = 1
     schedule, virtual = _schedule(row, model, pp, micro_batches)
     zero, shard = _zero(row, source)
     try:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.planner.answer import room
-from moe_engine.planner.efficiencies import Known
+from moe_engine.planner.efficiencies import Group, Known
 from moe_engine.planner.fit import Sample, fit
 from moe_engine.planner.hardware import Efficiency
 from moe_engine.planner.measured import Dropped, Feasibility, Measurement
@@ -31,7 +31,9 @@ DEFAULTS = {
     "fp8": Efficiency(matmul=0.6, grouped=0.45),
     "fp4": Efficiency(matmul=0.45, grouped=0.3),
 }
-FEW = 3  # models with fewer rows of others than this in their group borrow from all groups of the precision
+FEW = 3  # the naive floor of models with fewer rows of others than this in their group is over all cards
+
+Samples = dict[Group, list[tuple[Measurement, Sample]]]
 
 
 @dataclass(frozen=True)
@@ -58,34 +60,19 @@ class Validation:
 def validate(rows: int, measurements: Sequence[Measurement], dropped: Sequence[Dropped]) -> Validation:
     """Predict every configuration."""
     best, noise = _best(measurements)
-    samples: dict[tuple[str, str, str], list[tuple[Measurement, Sample]]] = defaultdict(list)
-    failed = []
-    for row in best:
-        try:
-            sample = Sample.of(step_work(cut(row.model, row.strategy), row.cluster), row.seconds)
-        except ConfigError as error:
-            failed.append(Dropped(row.id, str(error).splitlines()[0]))
-            continue
-        samples[row.group].append((row, sample))
-    predictions: list[Prediction] = []
-    priors: dict[tuple[str, str], Efficiency] = {}
-    for group, found in sorted(samples.items()):
-        predictions += _predict(group, found, samples, priors)
+    samples, failed = _samples(best)
+    predictions = [p for group, found in sorted(samples.items()) for p in _predict(group, found, samples)]
     used = len(measurements) - len(failed)
     return Validation(predictions, rows, used, [*dropped, *failed], noise)
 
 
-def fitted(measurements: Sequence[Measurement]) -> dict[tuple[str, str, str], Known]:
+def fitted(measurements: Sequence[Measurement]) -> dict[Group, Known]:
     """Efficiencies of every group on all its rows: for planning, not for judging the planner."""
-    best, _ = _best(measurements)
-    samples: dict[tuple[str, str, str], list[Sample]] = defaultdict(list)
-    for row in best:
-        samples[row.group].append(Sample.of(step_work(cut(row.model, row.strategy), row.cluster), row.seconds))
-    pooled = {
-        precision: fit([s for group, found in samples.items() if group[1] == precision for s in found], default)
-        for precision, default in DEFAULTS.items()
+    samples, _ = _samples(_best(measurements)[0])
+    return {
+        group: Known(fit([sample for _, sample in found], DEFAULTS[group[1]]), len(found))
+        for group, found in samples.items()
     }
-    return {group: Known(fit(found, pooled[group[1]]), len(found)) for group, found in samples.items()}
 
 
 def family(name: str) -> str:
@@ -134,30 +121,36 @@ def _best(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[
     return best, noise
 
 
-def _predict(
-    group: tuple[str, str, str],
-    found: list[tuple[Measurement, Sample]],
-    samples: dict[tuple[str, str, str], list[tuple[Measurement, Sample]]],
-    priors: dict[tuple[str, str], Efficiency],
-) -> list[Prediction]:
-    """The rows of one group, each model by the others. What few rows leave open comes from the other groups of the
-    same precision, also without this model."""
+def _samples(best: Sequence[Measurement]) -> tuple[Samples, list[Dropped]]:
+    """The rows by group, ready for fitting. The rows of one model count for no more than the root of their number:
+    twenty layouts of one model say less than twenty models."""
+    counts = Counter((row.group, family(row.name)) for row in best)
+    samples: Samples = defaultdict(list)
+    failed = []
+    for row in best:
+        try:
+            work = step_work(cut(row.model, row.strategy), row.cluster)
+            weight = counts[row.group, family(row.name)] ** -0.5
+            samples[row.group].append((row, Sample.of(work, row.seconds, weight)))
+        except ConfigError as error:
+            failed.append(Dropped(row.id, str(error).splitlines()[0]))
+    return samples, failed
+
+
+def _predict(group: Group, found: list[tuple[Measurement, Sample]], samples: Samples) -> list[Prediction]:
+    """The rows of one group, each model by the others; what these leave open stays at the defaults."""
     predictions = []
     rates = [(family(row.name), _flops(row) / row.seconds) for row, _ in found]
     every = [
-        (family(row.name), _flops(row) / row.seconds / row.cluster.peak(group[1]), sample)
+        (family(row.name), _flops(row) / row.seconds / row.cluster.peak(group[1]))
         for other, rows in samples.items()
         if other[1] == group[1]
-        for row, sample in rows
+        for row, _ in rows
     ]
     for name in sorted({family(row.name) for row, _ in found}):
-        if (group[1], name) not in priors:
-            others_everywhere = [sample for other, _, sample in every if other != name]
-            priors[group[1], name] = fit(others_everywhere[::3], DEFAULTS[group[1]])
-        prior = priors[group[1], name]
-        efficiency = fit([sample for row, sample in found if family(row.name) != name], prior)
+        efficiency = fit([sample for row, sample in found if family(row.name) != name], DEFAULTS[group[1]])
         others = [rate for other, rate in rates if other != name]
-        share = quantile([share for other, share, _ in every if other != name], 0.5)
+        share = quantile([share for other, share in every if other != name], 0.5)
         for row, sample in found:
             if family(row.name) != name:
                 continue
