@@ -50,9 +50,12 @@ def _import_all() -> None:
     """Import the device kernels so that they run in the repaired interpreter in this process."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, those of Triton's own library included
     try:
-        import triton.experimental.gluon  # noqa: F401 (the launcher imports it late)
+        import triton.experimental.gluon  # (the launcher imports it late)
+        import triton.language
         import triton.runtime.interpreter as interpreter
 
+        if not isinstance(triton.language.sum, interpreter.InterpretedFunction):
+            raise ImportError("Triton was imported before tests/interpreter.py: its own kernels are not interpreted")
         interpreter._convert_float = _convert_float
         interpreter.InterpreterBuilder.create_dot = _create_dot
         importlib.import_module("moe_kernels.device")

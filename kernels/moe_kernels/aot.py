@@ -1,6 +1,6 @@
 """Compile every kernel for a GPU that is not there, and read from its machine code what a fast kernel must show.
 
-    python -m moe_kernels.aot [--arch 90] [--only TEXT] [--json]
+    python -m moe_kernels.aot [--arch 90] [--only TEXT …] [--json]
 
 Prints a table of every kernel with every tuning entry: registers, spills (instructions that touch local memory),
 shared memory, tensor-core instructions, bulk tensor copies, other instructions of the main loop for each tensor-core
@@ -91,12 +91,12 @@ class Compiled:
         }
 
 
-def variants(only: str = "") -> list[Variant]:
-    """Every kernel with every tuning entry whose name contains `only`."""
+def variants(*only: str) -> list[Variant]:
+    """Every kernel with every tuning entry; of these, where given, those whose name contains one of `only`."""
     found = []
     for name in MODULES:
         found += importlib.import_module(f"moe_kernels.device.{name}").variants()
-    return [variant for variant in found if only in variant.name]
+    return [variant for variant in found if not only or any(text in variant.name for text in only)]
 
 
 def build(variant: Variant, arch: int = HOPPER) -> Compiled:
@@ -158,11 +158,11 @@ def main() -> None:
     parser.add_argument(
         "--arch", type=int, default=HOPPER, help="compute capability x 10: 90 (Hopper), 100 (Blackwell)"
     )
-    parser.add_argument("--only", default="", help="only kernels whose name contains this text")
+    parser.add_argument("--only", nargs="+", default=[], help="only kernels whose name contains one of these texts")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with more fields")
     arguments = parser.parse_args()
     rows = []
-    for variant in variants(arguments.only):
+    for variant in variants(*arguments.only):
         if variant.hopper_only and arguments.arch != HOPPER:
             continue
         row = build(variant, arguments.arch).row()
