@@ -183,12 +183,11 @@ class Executor:
         forward, backward = action.halves()
         back, ahead = self._turn_back(step, backward.stage, backward.micro_batch), None
         assert self.order is not None and isinstance(back, CutMicroBatch)
-        back.woven = True
         for each in pair.steps(self.order, self.stages[forward.stage].num_blocks, back.blocks):
             if each.part == "F":
                 if ahead is None:
                     ahead = self._enter(step, forward.stage, forward.micro_batch)
-                    ahead.woven = True
+                    ahead.by_courier = self.order == pair.BLOCKING
                 ahead.run(each)
             else:
                 done = back.done

@@ -124,7 +124,7 @@ class CutMicroBatch(_Tables):
 
     Phases are `schedule.pair.Step`s, in any order that `check_pair` accepts. `place` is (stage, micro-batch). `output`
     is there after tail(F); `x.grad` when the backward is `done`. `d_output`, the gradient of output.x, is to be set
-    before tail(B), if there is a next stage. In a pair (`woven`), dispatches are left to the courier.
+    before tail(B), if there is a next stage. `by_courier`: dispatches of the forward are left to the second thread.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class CutMicroBatch(_Tables):
     ) -> None:
         super().__init__()
         self.x, self.place, self.queue, self.exchanges = x, place, queue, exchanges
-        self.blocks, self.woven = stage.num_blocks, False
+        self.blocks, self.by_courier = stage.num_blocks, False
         self.output: StageOutput | None = None
         self.d_output: Tensor | None = None
         self._walk = stage.walk(batch, x, rule, self, queue, f"micro_batch {place[1]}")
@@ -227,13 +227,13 @@ class CutMicroBatch(_Tables):
                 self._reply = lambda: (out, None)
                 return
             rows, handle = packed.rows, packed.handle
-            counting = self.woven and handle is not None
+            by_courier = self.by_courier and handle is not None
 
             def enqueue_rows() -> Callable[[], wire.Rows]:
                 pending = wire.dispatch_start(rows, handle)
                 return lambda: wire.dispatch_wait(pending)
 
-            wait = self.exchanges.start(self._label(step), enqueue_rows, by_courier=counting)
+            wait = self.exchanges.start(self._label(step), enqueue_rows, by_courier=by_courier)
             self._reply = lambda: (out, _received(graph, wait()))
             return
         assert stop is not None
