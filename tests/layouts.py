@@ -101,10 +101,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Record:
-    """What a run did. `steps[n]` holds plain floats and merged tensors by global name."""
+    """What a run did. `steps[n]` holds plain floats and merged tensors by global name.
+
+    buckets: by rank, how many gradient buffers it shares with other ranks.
+    """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     logs: list[list[CollectiveRecord]] = field(default_factory=list)
+    buckets: list[int] = field(default_factory=list)
     margin: float = float("inf")
 
 
@@ -177,9 +181,12 @@ def run(
     after the last one.
     """
     results = run_ranks(case.world, _rank, case, fault, load_from, save_to, time_limit=time_limit)
-    record = Record(logs=[result["log"] for result in results], margin=min(result["margin"] for result in results))
+    logs, buckets = ([result[key] for result in results] for key in ("log", "buckets"))
+    record = Record(logs=logs, buckets=buckets, margin=min(result["margin"] for result in results))
     for step in range(case.steps):
         merged = dict(results[0]["steps"][step])
+        for key in ("loss", "mtp", "aux", "z", "norm"):  # also of ranks that hold no loss
+            assert all(result["steps"][step][key] == merged[key] for result in results), f"{key} differs between ranks"
         for key in ("grad", "master", "exp_avg", "exp_avg_sq", "counts", "bias"):
             merged[key] = _merge([result["steps"][step][key] for result in results])
         record.steps.append(merged)
@@ -202,7 +209,8 @@ def _rank(
     steps = [_step(trainer, case, step) for step in range(first, first + case.steps)]
     if save_to is not None:
         trainer.save(save_to)
-    return {"steps": steps, "log": log.records, "margin": min(margins, default=float("inf"))}
+    buckets = sum(bucket.communicator.size > 1 for bucket in trainer.optimizer._buckets)
+    return {"steps": steps, "log": log.records, "buckets": buckets, "margin": min(margins, default=float("inf"))}
 
 
 def rank_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:

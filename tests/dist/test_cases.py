@@ -37,6 +37,7 @@ class Kind:
     padded: dict[int, int] = field(default_factory=dict)  # by row: how many tokens are no padding
     skew: bool = False
     aux_weight: float = 0.01
+    z_weight: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -50,7 +51,8 @@ NONE = Kind("ranks_without_any_target", valid={0: 0.0, 1: 0.0, 2: 0.3})
 IGNORED = Kind("no_targets_at_all", valid=dict.fromkeys(range(ROWS), 0.0))
 PADDED = Kind("a_rank_of_padding_alone", padded={0: 5, 1: 0, 2: 8, 3: 1})
 SKEWED = Kind("everything_goes_to_one_rank", skew=True, valid={1: 0.5})
-KINDS = [SINGLE, NONE, IGNORED, PADDED, SKEWED]
+LARGE = Kind("only_the_logits_count", valid=dict.fromkeys(range(ROWS), 0.0), padded={1: 3}, aux_weight=0, z_weight=0.01)
+KINDS = [SINGLE, NONE, IGNORED, PADDED, SKEWED, LARGE]
 LAYOUTS = [(1, 4, 4), (2, 2, 2), (4, 1, 1)]  # pp, dp, ep
 
 
@@ -58,7 +60,8 @@ def make_config(kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, tied: bool | 
     """The harness's model made smaller; with a tied head at pp=4, where no two stages are on one rank."""
     config = config_of(Case(pp=pp, dp=dp, ep=ep, schedule="split_1f1b" if dp > 1 else "1f1b"))
     config.model = replace(config.model, num_layers=3, dim=16, tied_head=pp == 4 if tied is None else tied)
-    config.moe = replace(config.moe, aux_loss_weight=kind.aux_weight, combine="exact" if ep == 4 else "dedup")
+    config.moe = replace(config.moe, aux_loss_weight=kind.aux_weight, z_loss_weight=kind.z_weight)
+    config.moe.combine = "exact" if ep == 4 else "dedup"
     config.train = replace(config.train, global_batch=ROWS, micro_batch=1, seq_len=LENGTH)
     return config
 
@@ -92,7 +95,7 @@ def set_biases(trainer: Trainer, kind: Kind) -> None:
 
 
 def _run(rank: int, jobs: list[tuple[Config, Kind]]) -> list[dict[str, Any]]:
-    """Each job one step: initial values as they should be, then raw gradients and the result."""
+    """Each job one step: initial values as they should be, the loss by evaluation, raw gradients and the result."""
     found = []
     for config, kind in jobs:
         trainer = Trainer(config, rank, torch.device("cpu"))
@@ -103,9 +106,11 @@ def _run(rank: int, jobs: list[tuple[Config, Kind]]) -> list[dict[str, Any]]:
         for shard in trainer.optimizer.named_shards():
             expected = initial_values(config.model.tied_head)[shard.name].view(-1)[shard.start : shard.end]
             assert torch.equal(shard.states["master"], expected), shard.name
-        gradients = trainer.accumulate([batch.slice_rows(i, i + 1) for i in range(first, first + own)])
+        batches = [batch.slice_rows(i, i + 1) for i in range(first, first + own)]
+        evaluated = {trainer.evaluate(batches), trainer.evaluate([batch.slice_rows(first, first + own)])}
+        gradients = trainer.accumulate(batches)
         raw = [(s.name, s.start, s.shape, s.gradient.clone()) for s in trainer.optimizer.named_gradient_shards()]
-        found.append({"gradients": raw, "result": trainer.update(gradients)})
+        found.append({"gradients": raw, "evaluated": evaluated, "result": trainer.update(gradients)})
     return found
 
 
@@ -148,7 +153,7 @@ def truth(kind: Kind, tied: bool) -> tuple[PlainResult, dict[str, Tensor]]:
         biases = {name.replace("weight", "expert_bias"): torch.tensor([10.0] * 3 + [0.0] * 5) for name in names}
     config = make_config(kind, tied=tied)
     plain = PlainV3(config.model, parameters, biases)
-    result = plain.loss(plain_rows(kind), kind.aux_weight, config.train.mtp_loss_weight)
+    result = plain.loss(plain_rows(kind), kind.aux_weight, config.train.mtp_loss_weight, kind.z_weight)
     assert result.margin > 1e-7, "a near-tie in the routing: choose another seed"
     result.total.backward()
     return result, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
@@ -170,14 +175,16 @@ def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_odd_batches_equal_the_plain_model_in_every_layout(layout: tuple[int, int, int], kind: Kind) -> None:
-    """Losses, every raw gradient, the norm and the counts."""
+    """Losses, every raw gradient, the norm and the counts; evaluation in many batches and in one gives that loss."""
     found = runs(layout)[kind.name]
     expected, expected_gradients = truth(kind, tied=layout[0] == 4)
     assert_gradients(whole([each["gradients"] for each in found]), expected_gradients)
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected_gradients.values()))
     counts: dict[str, list[int]] = {}
-    for result in (each["result"] for each in found):
+    for result, evaluated in ((each["result"], each["evaluated"]) for each in found):
+        assert evaluated == {result.loss}
         assert result.loss == pytest.approx(expected.main, rel=TOLERANCE)
+        assert result.z_loss == pytest.approx(expected.z, rel=TOLERANCE)
         assert result.mtp_losses == pytest.approx(expected.mtp, rel=TOLERANCE)
         assert result.aux_loss == pytest.approx(expected.aux, rel=TOLERANCE)
         assert result.grad_norm == pytest.approx(norm, rel=TOLERANCE) and not result.skipped
@@ -229,6 +236,24 @@ def test_the_last_routers_gradient_from_the_balance_loss_is_coefficient_times_th
         f = chosen.sum(dim=0) * E / (K * LENGTH)
         d_logits = (f - (f * shares).sum(dim=1, keepdim=True)) * shares * (1 - scores) / LENGTH
         expected += IGNORED.aux_weight / ROWS * d_logits.T @ x
+    error = (gradients[f"{name}.router.weight"] - expected).norm() / expected.norm()
+    assert float(error) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_last_routers_gradient_from_the_z_loss_is_coefficient_times_the_formula(
+    layout: tuple[int, int, int],
+) -> None:
+    """d/d logit_j of logsumexp^2 is 2 logsumexp softmax_j; the mean is over the tokens that are no padding."""
+    gradients = whole([each["gradients"] for each in runs(layout)[LARGE.name]])
+    config, values = make_config(LARGE, *layout), initial_values(layout[0] == 4)
+    plain = RouterInputs(config.model, values)
+    plain.loss(plain_rows(LARGE), 0.0, 0.0)
+    name = "mtp.0.block.moe"
+    x = torch.cat(plain.seen[name])
+    logits = x @ values[f"{name}.router.weight"].T
+    expected = LARGE.z_weight / len(x) * (2 * logits.logsumexp(1, keepdim=True) * logits.softmax(1)).T @ x
+    assert len(x) == ROWS * LENGTH - 5
     error = (gradients[f"{name}.router.weight"] - expected).norm() / expected.norm()
     assert float(error) < TOLERANCE
 

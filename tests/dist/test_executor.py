@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ from moe_engine.schedule.schedules import num_stages, schedule
 from moe_engine.trainer import Trainer
 
 ONE_STAGE_A_RANK = ("gpipe", "1f1b", "split_1f1b", "zb_h1")
+VIRTUAL_STAGES = {"interleaved_1f1b": 2}
 MICRO_BATCHES = range(1, 7)
 LENGTH = 4
 
@@ -51,7 +53,7 @@ def tiny_config(pp: int = 1, dp: int = 1, ep: int = 1, name: str = "1f1b", micro
         model=model,
         moe=MoESection(aux_loss_weight=0.01),
         parallel=ParallelConfig(pp=pp, dp=dp, ep=ep),
-        pipeline=PipelineConfig(schedule=name),
+        pipeline=PipelineConfig(schedule=name, virtual_stages=VIRTUAL_STAGES.get(name, 1)),
         precision=PRECISIONS["fp64"],
         optim=OptimConfig(),
         train=TrainConfig(global_batch=micro_batches * dp, micro_batch=1, seq_len=LENGTH, steps=10),
@@ -127,16 +129,21 @@ def _all_sizes(rank: int, pp: int, names: Sequence[str]) -> dict[tuple[str, int]
     log = CollectiveLog()
     trainer = Trainer(tiny_config(pp, name=names[0], micro_batches=6), rank, torch.device("cpu"), log)
     gc.disable()  # graphs must go by themselves
+    fired: Counter[str] = Counter()
+    for named in trainer.named:
+        named.parameter.register_post_accumulate_grad_hook(lambda _, named=named: fired.update(named.names))
     for name in names:
+        virtual_stages = VIRTUAL_STAGES.get(name, 1)
         for count in MICRO_BATCHES:
             try:
-                lists = schedule(name, pp, count)
+                lists = schedule(name, pp, count, virtual_stages)
             except ConfigError as error:
                 found[name, count] = str(error)
                 continue
-            report = check(lists, num_stages(name, pp), count)
+            report = check(lists, num_stages(name, pp, virtual_stages), count)
             executor = Watched(trainer.executor)
             log.records.clear()
+            fired.clear()
             result = run_once(trainer, executor, lists, count)
             for stage in executor.stages.values():
                 stage._forward_hooks.clear()
@@ -144,7 +151,7 @@ def _all_sizes(rank: int, pp: int, names: Sequence[str]) -> dict[tuple[str, int]
             assert executor.peak_queued == report.peak_weight_gradients[rank], (name, count)
             assert executor.peak_held == report.peak_held[rank], (name, count)
             assert len(executor.queue) == 0
-            found[name, count] = result | {"log": list(log.records)}
+            found[name, count] = result | {"log": list(log.records), "fired": Counter(fired)}
     return found
 
 
@@ -191,20 +198,25 @@ def truth() -> dict[int, dict[str, Any]]:
         (4, ONE_STAGE_A_RANK),
         (2, ("zbv", "dualpipev")),
         (2, ("dualpipe",)),
+        (2, ("interleaved_1f1b",)),
     ],
-    ids=["pp1", "pp2", "pp4", "pp2_in_a_v", "pp2_both_ways"],
+    ids=["pp1", "pp2", "pp4", "pp2_in_a_v", "pp2_both_ways", "pp2_in_turns"],
 )
 def test_every_size_runs_or_is_refused_and_gives_the_same(
     pp: int, names: tuple[str, ...], truth: dict[int, dict[str, Any]]
 ) -> None:
-    """Fewer micro-batches than stages too. Refused sizes say what works; those that run equal one rank's gradients."""
+    """Fewer micro-batches than stages too. Refused sizes say what works; those that run equal one rank's gradients.
+
+    A hook on a parameter fires once a micro-batch, also where its weight gradient waits; the table of a tied head has
+    several uses, each with a gradient of its own.
+    """
     results = run_ranks(pp, _all_sizes, pp, names, time_limit=40.0)
     ran = 0
     for name in names:
         for count in MICRO_BATCHES:
             found = [result[name, count] for result in results]
             if isinstance(found[0], str):
-                assert name in ("zbv", "dualpipev", "dualpipe") and len(set(found)) == 1
+                assert name in ("zbv", "dualpipev", "dualpipe", "interleaved_1f1b") and len(set(found)) == 1
                 assert f"micro_batches={count}" in found[0] and "use" in found[0]
                 continue
             ran += 1
@@ -217,13 +229,16 @@ def test_every_size_runs_or_is_refused_and_gives_the_same(
             for key, gradient in expected_gradients.items():
                 error = (gradients[key] - gradient).norm()
                 assert error <= 1e-12 * gradient.norm(), (name, count, key)
+            fired = sum((each["fired"] for each in found), Counter())
+            assert fired.pop("embedding.weight") >= count
+            assert fired == dict.fromkeys(gradients.keys() - {"embedding.weight"}, count), (name, count)
             counts = {key: value for each in found for key, value in each["counts"].items()}
             assert {key: value.tolist() for key, value in counts.items()} == {
                 key: value.tolist() for key, value in expected["counts"].items()
             }
             if pp > 1:
                 assert_same_order([each["log"] for each in found], (name, count))
-    assert ran == (7 if "zbv" in names else 2 if "dualpipe" in names else 6 * len(names))
+    assert ran == {"zbv": 7, "dualpipe": 2, "interleaved_1f1b": 3}.get(names[0], 6 * len(names))
 
 
 def actions(text: str) -> list[Action]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 
 import pytest
 import torch
@@ -50,6 +52,15 @@ def assert_same_order(record: Record) -> None:
         assert len(found) == 1, f"{name}: its ranks enqueued in different orders"
 
 
+def assert_reduced_once(record: Record) -> None:
+    """In each step every gradient buffer is reduced once, after all that its backwards wait for."""
+    for log, buckets in zip(record.logs, record.buckets, strict=True):
+        runs = [(reducing, list(group)) for reducing, group in groupby(log, lambda entry: entry.label == "gradients")]
+        assert [len(group) for reducing, group in runs if reducing] == [buckets] * (len(record.steps) if buckets else 0)
+        after = runs[-1][1] if runs and runs[-1][0] is False and buckets else []
+        assert not [entry for entry in after if entry.op in ("send", "receive", "all_to_all")]
+
+
 FEW = [
     Case(dp=2, ep=2, micro_batch=2),
     Case(pp=2, dp=1, micro_batch=2, tied=True),
@@ -59,7 +70,7 @@ FEW = [
     Case(pp=2, dp=4, ep=2, skew=True),
     Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
-    Case(pp=4, dp=1, schedule="dualpipe", stages=("embedding", "3L", "1L+head", "mtp")),
+    Case(pp=4, dp=1, schedule="dualpipe", stages=("embedding", "3L", "1L+head", "mtp"), mtp_depth=2),
     Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact"),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True),
@@ -72,6 +83,7 @@ def test_layout_equals_one_process(case: Case) -> None:
     record = run(case)
     assert_equal(case, record)
     assert_same_order(record)
+    assert_reduced_once(record)
 
 
 def all_layouts() -> list[Case]:
@@ -146,6 +158,7 @@ def test_every_layout_equals_one_process(case: Case, precision: str) -> None:
     record = run(case)
     assert_equal(case, record)
     assert_same_order(record)
+    assert_reduced_once(record)
 
 
 @pytest.mark.slow
@@ -243,6 +256,32 @@ def test_two_runs_have_the_same_bits() -> None:
     assert not any(differences(run(case), run(case)).values())
 
 
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, here and in the ranks forked here."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(8).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, dp=2, ep=2, schedule="dualpipe", skew=True, padding=True),
+        Case(pp=2, dp=2, ep=2, schedule="zb_h1", combine="exact", recompute="full", model="qwen3", z_loss=True),
+    ],
+    ids=str,
+)
+def test_memory_that_nobody_wrote_enters_nothing(case: Case) -> None:
+    """No bit of three steps changes when all uninitialised memory is NaN: buffers, idle experts, rows after the last."""
+    case = replace(case, precision="bf16", steps=3)
+    plain = run(case)
+    with poisoned_memory():
+        worst = differences(plain, run(case))
+    assert not any(worst.values()), worst
+
+
 # The harness must go red under each of these.
 
 
@@ -320,7 +359,15 @@ def _unit_gradient_norm(rank: int, case: Case) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(pp=2, dp=2, ep=2, tied=True), Case(pp=2, dp=4, ep=2), Case(pp=4, schedule="dualpipe", tied=True)],
+    [
+        Case(),
+        Case(pp=2, dp=2, ep=2, tied=True),
+        Case(pp=2, dp=4, ep=2),
+        Case(pp=4, schedule="dualpipe", tied=True),
+        Case(pp=2, dp=2, ep=2, schedule="zbv", model="qwen3", tied=True),
+        Case(pp=2, dp=2, schedule="interleaved_1f1b", virtual_stages=2, mtp_depth=2),
+        Case(pp=4, dp=2, ep=2, stages=("embedding", "3L", "1L+head", "mtp")),
+    ],
     ids=str,
 )
 def test_unit_gradients_have_norm_sqrt_of_parameters(case: Case) -> None:

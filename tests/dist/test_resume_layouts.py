@@ -12,9 +12,9 @@ BEFORE, AFTER = 2, 3
 LAYOUTS = [
     Case(),
     Case(dp=2, ep=2),
-    Case(pp=2, dp=2, ep=1),
-    Case(pp=2, dp=4, ep=4),
-    Case(pp=4, dp=2, ep=2),
+    Case(pp=2, dp=2, ep=1, schedule="dualpipe"),
+    Case(pp=2, dp=4, ep=4, schedule="interleaved_1f1b", virtual_stages=2),
+    Case(pp=4, dp=2, ep=2, schedule="zb_h1", stages=("embedding", "3L", "1L+head", "mtp"), recompute="selective"),
 ]
 
 

@@ -100,7 +100,8 @@ def test_weight_zero_turns_the_loss_off() -> None:
     assert layer(x, return_aux=True)[1].item() == 0
 
 
-def test_memory_is_that_of_the_logits() -> None:
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_memory_is_that_of_the_logits(score_function: str) -> None:
     """Nothing like a [T, K, E] one-hot tensor."""
     T, E, K = 512, 64, 8
     logits = randn(T, E).float().requires_grad_()
@@ -116,7 +117,7 @@ def test_memory_is_that_of_the_logits() -> None:
             return out
 
     with Watch():
-        sequence_balance_loss(logits, (4, T // 4), K, "sigmoid").backward()
+        sequence_balance_loss(logits, (4, T // 4), K, score_function).backward()
     assert largest == T * E
 
 
