@@ -161,7 +161,7 @@ class GroupedAttention(nn.Module):
         """x [T, D] -> [T, D]."""
         q = self._turned(self.q_proj(x, queue), self.q_norm, context)
         k = self._turned(self.k_proj(x, queue), self.k_norm, context)
-        v = self.v_proj(x, queue).view(*context.shape, -1, self.model.head_dim)
+        v = self.v_proj(x, queue).view(*context.shape, self.model.num_kv_heads, self.model.head_dim)
         scale = self.model.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class GroupedAttention(nn.Module):
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: SequenceContext) -> Tensor:
         """Projected queries or keys, normalised and rotated: [B, S, heads, head_dim]."""
-        heads = x.view(*context.shape, -1, self.model.head_dim)
+        heads = x.view(*context.shape, x.shape[1] // self.model.head_dim, self.model.head_dim)
         if norm is not None:
             heads = norm(heads)
         return rotate(heads, context.cos, context.sin, self.model.rope_style)

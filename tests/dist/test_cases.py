@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 - before the fork: 1 s at a rank's first backward
-from layouts import Case, config_of
+from layouts import MODELS, Case, config_of
 from plain_v3 import PlainResult, PlainRows, PlainV3
 from ranks import run_ranks
 from torch import Tensor
 
-from moe_engine.config.schema import Config
+from moe_engine.config.schema import Config, RecomputeConfig
 from moe_engine.model.batch import IGNORE, Batch, ItemCounts
 from moe_engine.planner.flops import parameter_count
 from moe_engine.trainer import Trainer
@@ -271,25 +271,30 @@ def test_idle_experts_have_zero_gradients(layout: tuple[int, int, int]) -> None:
 # Micro-batches and ranks without any row at all.
 
 
-def _empty_rows(rank: int, dp: int, ep: int) -> dict[str, Any]:
-    """Rank 0 has all rows in its first micro-batch; every other micro-batch has none."""
+def _empty_rows(rank: int, dp: int, ep: int, model: str, empty: int = 1) -> dict[str, Any]:
+    """Rank 0 has all rows in its first micro-batch; the `empty` after it, and those of other ranks, have none."""
     config = make_config(SINGLE, 1, dp, ep)
-    config.train = replace(config.train, global_batch=2 * dp)
+    config.model = replace(config.model, **MODELS[model])
+    config.recompute = RecomputeConfig("full" if model == "qwen3" else "none")
+    config.train = replace(config.train, global_batch=(1 + empty) * dp)
     trainer = Trainer(config, rank, torch.device("cpu"))
     batch, nothing = make_batch(SINGLE), make_batch(SINGLE).slice_rows(0, 0)
-    gradients = trainer.accumulate([batch if rank == 0 else nothing, nothing])
+    gradients = trainer.accumulate([batch if rank == 0 else nothing, *[nothing] * empty])
     raw = [(s.name, s.start, s.shape, s.gradient.clone()) for s in trainer.optimizer.named_gradient_shards()]
     return {"gradients": raw, "result": trainer.update(gradients)}
 
 
-@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (2, 2), (2, 1)])
-def test_a_rank_without_rows_and_an_empty_micro_batch_change_nothing(dp: int, ep: int) -> None:
-    found = run_ranks(dp, _empty_rows, dp, ep)
-    expected, expected_gradients = truth(SINGLE, tied=False)
+@pytest.mark.parametrize(("dp", "ep", "model"), [(1, 1, "v3"), (2, 2, "v3"), (2, 1, "v3"), (1, 1, "qwen3"), (2, 2, "qwen3")])
+def test_a_rank_without_rows_and_an_empty_micro_batch_change_nothing(dp: int, ep: int, model: str) -> None:
+    found = run_ranks(dp, _empty_rows, dp, ep, model)
+    alone = _empty_rows(0, 1, 1, model, empty=0)
+    expected, expected_gradients = alone["result"], whole([alone["gradients"]])
     assert_gradients(whole([each["gradients"] for each in found]), expected_gradients)
+    if model == "v3":
+        assert_gradients(expected_gradients, truth(SINGLE, tied=False)[1])
     for each in found:
-        assert each["result"].loss == pytest.approx(expected.main, rel=TOLERANCE)
-        assert each["result"].aux_loss == pytest.approx(expected.aux, rel=TOLERANCE)
+        assert each["result"].loss == pytest.approx(expected.loss, rel=TOLERANCE)
+        assert each["result"].aux_loss == pytest.approx(expected.aux_loss, rel=TOLERANCE)
 
 
 # The global norm.
