@@ -235,7 +235,8 @@ class Job:
         self.console.print(
             f"{layout.world} ranks: pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, {self.config.pipeline.schedule}; "
             f"{self.trainer.num_parameters:,} parameters; {len(self.data.stream.tokens):,} training tokens; "
-            f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s; steps {self.trainer.steps_done} to {train.steps}",
+            f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s (MFU: model FLOPs over it, causal half of attention, "
+            f"nothing recomputed); steps {self.trainer.steps_done} to {train.steps}",
             highlight=False,
         )
 

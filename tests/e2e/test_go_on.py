@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,24 @@ def test_run_goes_on_with_other_options(trained: Path) -> None:
     assert lines[STEPS]["tokens_seen"] == lines[STEPS - 1]["tokens_seen"] + lines[STEPS]["tokens"]
     assert lines[STEPS]["tokens"] < lines[STEPS - 1]["tokens"]
     assert lines[STEPS]["loss"] < lines[0]["loss"] - 0.5, "weights were not kept"
+
+
+def test_another_number_of_ranks_reads_the_same_text(trained: Path) -> None:
+    """The steps after a resume on two ranks are those after a resume on one."""
+    runs = {}
+    for name, words in (("on_one", []), ("on_two", ["parallel.dp=2", "parallel.ep=2", "train.micro_batch=1"])):
+        folder = trained / "runs" / name
+        shutil.copytree(trained / "runs" / "first", folder)
+        for checkpoint in (folder / "checkpoints").iterdir():
+            if checkpoint.name != f"step_{STEPS}":
+                shutil.rmtree(checkpoint)
+        words = [*words, f"run.name={name}", "run.resume=true", f"train.steps={STEPS + 3}", "precision=fp32"]
+        moe_engine(trained, "train", *SMALL, f"data.text_paths=[{CORPUS}]", *words)
+        runs[name] = metrics(trained, name)[STEPS:]
+    assert [line["tokens"] for line in runs["on_one"]] == [line["tokens"] for line in runs["on_two"]]
+    for one, two in zip(runs["on_one"], runs["on_two"], strict=True):
+        for figure in ("loss", "mtp_loss", "grad_norm", "tokens_seen"):
+            assert two[figure] == pytest.approx(one[figure], rel=1e-4), figure
 
 
 def test_new_run_starts_from_converted_weights(trained: Path) -> None:

@@ -78,6 +78,7 @@ def test_quickstart_in_short_starts_its_own_four_ranks(tmp_path: Path) -> None:
     check_run_folder(tmp_path / "runs" / "quickstart", 3)
     check_trace(tmp_path / "runs" / "quickstart")
     assert "4 ranks: pp 2 x dp 2, ep 2" in out
+    assert "MFU: model FLOPs over it, causal half of attention, nothing recomputed" in " ".join(out.split())
     assert "step 3/3" in out and "nats per byte" in out and "bigram" in out and "sample:" in out
     assert out.count("validation loss") == 1, "one rank reports, the others are quiet"
     summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from measures import assert_same_bits, calc_diff, randn
@@ -80,6 +82,34 @@ def test_swiglu(hidden: int) -> None:
     fp8 = (moe_kernels.dequantize_rows(codes, scale), d_weight, moe_kernels.dequantize_rows(act, act_scale))
     assert all(calc_diff(a, b) < 1e-3 for a, b in zip(fp8, exact[1:], strict=True))
     assert calc_diff(moe_kernels.dequantize_rows(*moe_kernels.swiglu_fp8(gate_up, weight)), exact[0]) < 1e-3
+
+
+def test_kernels_run_on_the_stream_of_the_call() -> None:
+    """Each reads what an unfinished copy on that stream brings; on any other it would find the old values."""
+    old, new, side = cuda(64, 1024), cuda(64, 1024, seed=1), torch.cuda.Stream()
+    sizes, w, source = torch.tensor([40, 24]).cuda(), cuda(2, 1024, 256, seed=2), torch.randperm(64).cuda()
+    kernels: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
+        "quantize_rows": moe_kernels.quantize_rows,
+        "quantize_blocks": moe_kernels.quantize_blocks,
+        "permute": lambda x: moe_kernels.permute(x, source),
+        "swiglu": moe_kernels.swiglu,
+        "grouped_gemm": lambda x: moe_kernels.grouped_gemm(x, w, sizes),
+        "grouped_wgrad": lambda x: moe_kernels.grouped_wgrad(x, x, sizes),
+    }
+    for name, kernel in kernels.items():
+        expected, x = kernel(new), old.clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+            x.copy_(new)
+            result = kernel(x)
+        torch.cuda.synchronize()
+        pairs = zip(_tensors(result), _tensors(expected), strict=True)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs), name
+
+
+def _tensors(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [y.contiguous() for y in ([result] if isinstance(result, Tensor) else result)]
 
 
 def test_permutation_and_routing() -> None:
