@@ -107,7 +107,14 @@ def run(words: list[str]) -> int:
 def asked_of(config: PlanConfig) -> Request:
     """The question that a configuration asks. Raises ConfigError with a line for each rule that is broken."""
     return request(
-        config.model, config.parallel, config.pipeline, config.precision, config.train, config.cluster, config.plan
+        config.model,
+        config.parallel,
+        config.pipeline,
+        config.precision,
+        config.train,
+        config.cluster,
+        config.plan,
+        config.search,
     )
 
 

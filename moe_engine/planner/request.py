@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
@@ -72,14 +72,27 @@ def request(
     train: TrainConfig,
     cluster: ClusterConfig,
     plan: PlanSection,
+    search: bool = False,
 ) -> Request:
-    """The question that these sections ask. Raises ConfigError with a line for each rule that is broken."""
-    problems = _problems(model, parallel, train, cluster, plan)
+    """The question that these sections ask. Raises ConfigError with a line for each rule that is broken.
+
+    With `search` the layout, the schedule and the micro-batch are what is looked for: those given are not judged, and
+    the question has those of one rank.
+    """
+    if search:
+        parallel = ParallelConfig(zero=parallel.zero)
+        pipeline, train = PipelineConfig(), replace(train, micro_batch=1)
+    problems = _problems(model, parallel, pipeline, train, cluster, plan)
+    if not problems and not search:
+        problems = _misfits(model, parallel, train, cluster, plan)
     if problems:
         raise ConfigError("\n".join(problems))
-    layout = layout_of(parallel, cluster)
+    layout = Layout(1, 1, 1, 1, 1) if search else layout_of(parallel, cluster)
     micro_batches = train.global_batch // (layout.dp * train.micro_batch)
     schedules.schedule(pipeline.schedule, layout.pp, micro_batches, pipeline.virtual_stages)
+    problems = _pipeline_misfits(model, layout, pipeline, micro_batches, plan)
+    if problems:
+        raise ConfigError("\n".join(problems))
     strategy = Strategy(
         layout=layout,
         etp=plan.etp,
@@ -124,9 +137,19 @@ def efficiency_of(plan: PlanSection, known: Efficiency) -> Efficiency:
 
 
 def _problems(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, cluster: ClusterConfig, plan: PlanSection
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    pipeline: PipelineConfig,
+    train: TrainConfig,
+    cluster: ClusterConfig,
+    plan: PlanSection,
 ) -> list[str]:
     problems = []
+    if pipeline.stages:
+        problems.append(
+            f"pipeline.stages=[{','.join(pipeline.stages)}]: a plan cuts by numbers of layers; "
+            "use plan.stage_layers=[3,2] for five layers on two stages"
+        )
     at_least_one = {f"parallel.{axis}": getattr(parallel, axis) for axis in ("pp", "cp", "ep", "tp")}
     at_least_one |= {f"train.{name}": getattr(train, name) for name in ("global_batch", "micro_batch", "seq_len")}
     at_least_one |= {"plan.etp": plan.etp, "plan.load": plan.load}
@@ -164,7 +187,7 @@ def _problems(
         problems.append(
             f"plan.stage_layers={plan.stage_layers}: whole numbers, for example plan.stage_layers=['4','3']"
         )
-    return problems or _misfits(model, parallel, train, cluster, plan)
+    return problems
 
 
 def _misfits(
@@ -201,6 +224,32 @@ def _misfits(
         problems.append(
             f"train.global_batch={train.global_batch}: must be a multiple of dp * train.micro_batch = {unit}; "
             f"use train.global_batch={above}"
+        )
+    if train.seq_len % parallel.cp:
+        nearest = _divisor(train.seq_len, parallel.cp)
+        problems.append(
+            f"parallel.cp={parallel.cp}: must divide train.seq_len={train.seq_len}; use parallel.cp={nearest}"
+        )
+    return problems
+
+
+def _pipeline_misfits(
+    model: ModelConfig, layout: Layout, pipeline: PipelineConfig, micro_batches: int, plan: PlanSection
+) -> list[str]:
+    """What of the pipeline does not fit the model or the batch."""
+    problems = []
+    if pipeline.micro_batches not in (None, micro_batches):
+        problems.append(
+            f"pipeline.micro_batches={pipeline.micro_batches}: train.global_batch over dp {layout.dp} and "
+            f"train.micro_batch makes {micro_batches}; leave it out, or use pipeline.micro_batches={micro_batches}"
+        )
+    stages = schedules.num_stages(pipeline.schedule, layout.pp, pipeline.virtual_stages)
+    parts = model.num_layers + model.mtp_depth + 2  # embedding and head can have stages of their own
+    if stages > parts and not plan.stage_layers:
+        most = max(1, parts * layout.pp // stages)
+        problems.append(
+            f"parallel.pp={layout.pp}: cuts the model into {stages} stages, and it has {parts} parts with the "
+            f"embedding and the head; use parallel.pp={most} or less"
         )
     return problems
 

@@ -74,6 +74,10 @@ def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         (["cluster.gpus=10", "parallel.pp=4"], "cluster.gpus=10: pp 4 x dp 2 x cp 1 x tp 1 are 8 ranks"),
         (["parallel.ep=3", "cluster.gpus=8"], "parallel.ep=3: with plan.etp=1 must divide the 8 ranks of a stage"),
         (["train.global_batch=9", "train.micro_batch=1", "cluster.gpus=8"], "use train.global_batch=16"),
+        (["pipeline.stages=[embedding,head]", *SMALL], "pipeline.stages=[embedding,head]: a plan cuts by numbers"),
+        (["pipeline.micro_batches=7", *SMALL], "leave it out, or use pipeline.micro_batches=4"),
+        (["parallel.cp=16", *SMALL, "train.seq_len=100"], "parallel.cp=16: must divide train.seq_len=100; use"),
+        (["parallel.pp=16", *SMALL], "parallel.pp=16: cuts the model into 16 stages, and it has 4 parts"),
         (["topic=memory"], "topic=memory: no such topic; use topic=memory_70b"),
         (["out=plan.txt"], "out=plan.txt: written are .json, .md, .svg; use out=plan.json"),
     ],
@@ -81,3 +85,10 @@ def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_mistake_names_a_value_that_works(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_search_needs_no_layout_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The batch need not suit the layout that stands in the configuration: another is looked for."""
+    given = ["pipeline=dualpipe", "train.micro_batch=4", "train.seq_len=256", "train.global_batch=8"]
+    assert run("search=true", "cluster.gpus=16", "cluster=h800", "model=mini_v3", *given) == 0
+    assert "global_batch: 8" in capsys.readouterr().out
