@@ -61,6 +61,12 @@ def _name_problem(config: Config, folder: Path) -> Iterator[str]:
             f"run.name={name}: {folder} holds a run, with {held[-1].name}; use run.resume=true to go on with it, "
             f"run.name={_free_name(folder)} to keep it, or run.overwrite=true to remove it"
         )
+    source = config.train.init_from
+    if held and source and not config.run.resume and Path(source).resolve().is_relative_to(folder.resolve()):
+        yield (
+            f"train.init_from={source}: lies in {folder}, which run.overwrite=true would remove; "
+            f"use run.name={_free_name(folder)}"
+        )
 
 
 def _room_problem(config: Config, folder: Path) -> Iterator[str]:
