@@ -17,7 +17,7 @@ EMPTY_IS_FINE := || [ $$? -eq 5 ]
 .PHONY: help install train test check slow aot gpu bench-overlap clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make .venv with the pinned packages; the other targets do it too
 

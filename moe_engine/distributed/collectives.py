@@ -15,6 +15,7 @@ a local no-op, so code above never asks whether an axis is used. It fixes what t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,16 +49,18 @@ class Wait(NamedTuple):
 class CollectiveLog:
     """The order in which one rank enqueued its operations, and how long it waited for them.
 
-    waits: None where they are not wanted, and then nothing is timed.
+    waits: None where they are not wanted, and then nothing is timed. Only the thread that made the log stands still
+    in a wait that counts: a second one that waits beside it holds nothing up.
     """
 
     records: list[CollectiveRecord] = field(default_factory=list)
     waits: list[Wait] | None = None
+    thread: int = field(default_factory=threading.get_ident)
 
     @contextmanager
     def waiting(self, record: CollectiveRecord) -> Iterator[None]:
         """Around a wait for the operation `record`."""
-        if self.waits is None:
+        if self.waits is None or threading.get_ident() != self.thread:
             yield
             return
         start = time.perf_counter()

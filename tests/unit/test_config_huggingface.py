@@ -41,8 +41,9 @@ def test_published_files_give_the_presets(name: str) -> None:
     assert found == replace(expected, name=found.name, init_std=0.02)
 
 
-@pytest.mark.parametrize("name", choices("model"))
+@pytest.mark.parametrize("name", [name for name in choices("model") if not name.startswith("llama")])
 def test_every_preset_survives_the_way_out_and_back(name: str) -> None:
+    """But the dense ones, which no config.json of a family with experts can say."""
     model = preset(name)
     back = model_config(huggingface_config(model, context_length=512))
     expected = replace(model, name=back.name, max_positions=model.max_positions or 512)

@@ -68,8 +68,9 @@ def test_the_model_of_every_preset_has_exactly_the_planned_size(name: str) -> No
         assert parameter_count(replace(model, mtp_depth=0)).total == PUBLISHED[name]
     routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
     assert sum(router.expert_bias.numel() for router in routers) == parameter_count(model).router_bias
-    assert {router.expert_bias.dtype for router in routers} == {torch.float32}
-    assert {router.num_tokens_per_expert.dtype for router in routers} == {torch.int64}
+    assert all(router.expert_bias.dtype == torch.float32 for router in routers)
+    assert all(router.num_tokens_per_expert.dtype == torch.int64 for router in routers)
+    assert len(routers) == model.num_layers + model.mtp_depth - model.num_dense_layers
 
 
 GROUPED = {"attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "num_shared_experts": 0}
