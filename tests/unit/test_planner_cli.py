@@ -23,6 +23,11 @@ def test_plan_prints_memory_time_and_cost(capsys: pytest.CaptureFixture[str]) ->
         assert words in text
 
 
+def test_nothing_said_plans_the_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    assert "32 x 256 tokens" in capsys.readouterr().out
+
+
 def test_plan_writes_json_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("model=mini_v3", "parallel.pp=2", f"out={tmp_path / 'plan'}", "tokens=1e9", *SMALL) == 0
     data = json.loads((tmp_path / "plan" / "plan.json").read_text())
