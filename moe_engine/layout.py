@@ -215,17 +215,22 @@ def split_stages(model: ModelConfig, num_stages: int) -> list[StageSpec]:
     )
     earlier, rest = num_stages - 1, model.num_layers - last
     sizes = [rest // earlier + (i < rest % earlier) for i in range(earlier)] + [last]
+    return stages_of_sizes(sizes, model.mtp_depth, model.tied_head)
+
+
+def stages_of_sizes(sizes: Sequence[int], mtp_depth: int, tied_head: bool) -> list[StageSpec]:
+    """Consecutive stages of so many layers each: the embedding on the first one, the head and MTP on the last."""
     stages, start = [], 0
     for i, size in enumerate(sizes):
-        last = i == num_stages - 1
+        last = i == len(sizes) - 1
         stages.append(
             StageSpec(
                 index=i,
-                num_stages=num_stages,
+                num_stages=len(sizes),
                 layers=tuple(range(start, start + size)),
-                embedding=i == 0 or (last and (model.tied_head or model.mtp_depth > 0)),
+                embedding=i == 0 or (last and (tied_head or mtp_depth > 0)),
                 head=last,
-                mtp=tuple(range(model.mtp_depth)) if last else (),
+                mtp=tuple(range(mtp_depth)) if last else (),
             )
         )
         start += size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.layout import Placement, StageSpec
+from moe_engine.layout import Placement, StageSpec, stages_of_sizes
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.strategy import Strategy
 from moe_engine.schedule import schedules
@@ -96,20 +96,7 @@ def cut(model: Architecture, strategy: Strategy) -> Cut:
             f"stage_layers={list(sizes)}: needs {num_stages} numbers that add up to the {model.num_layers} layers; "
             f"leave it out, or use {_even(model, num_stages)}"
         )
-    stages, start = [], 0
-    for i, size in enumerate(sizes):
-        last = i == num_stages - 1
-        stages.append(
-            StageSpec(
-                index=i,
-                num_stages=num_stages,
-                layers=tuple(range(start, start + size)),
-                embedding=i == 0 or (last and (model.tied_head or model.mtp_depth > 0)),
-                head=last,
-                mtp=tuple(range(model.mtp_depth)) if last else (),
-            )
-        )
-        start += size
+    stages = stages_of_sizes(sizes, model.mtp_depth, model.tied_head)
     return Cut(model, strategy, Placement(tuple(stages), tuple(map(tuple, held))))
 
 
