@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from moe_engine.config.errors import ConfigError
 from moe_engine.schedule import schedules
 from moe_engine.schedule.check import check
-from moe_engine.schedule.simulate import Cost, formula_bubble, simulate
+from moe_engine.schedule.simulate import Cost, formula_bubble, prepare, simulate
 
 TEST_ONLY = ("split_1f1b",)  # wins nothing; made for testing the split of a backward
 
@@ -102,12 +102,12 @@ def even_fb(name: str, pp: int, micro_batches: int, cost: Cost, makespan: float)
     None where no time of a pair from 0 to f + b does.
     """
 
-    lists = schedules.schedule(name, pp, micro_batches)
     num_stages = schedules.num_stages(name, pp)
+    prepared = prepare(schedules.schedule(name, pp, micro_batches), num_stages)
 
     def longer(fb: float) -> bool:
         share = share_of_cost(replace(cost, fb=fb), pp, num_stages)
-        return simulate(lists, num_stages, share).makespan > makespan
+        return prepared.makespan([share] * num_stages) > makespan
 
     low, high = 0.0, cost.f + cost.b
     if longer(low) or not longer(high):
