@@ -78,7 +78,9 @@ def plan(
     exact: bool = False,
     label: str = "",
 ) -> DispatchHandle | None:
-    """Lay out the rows of `expert_ids` [T, K] (ascending in each row) and start the exchange of counts.
+    """Lay out the rows of `expert_ids` [T, K] and start the exchange of counts.
+
+    In each row they are in the order of (rank, id); with `exact`, of ids: the order in which outputs are summed.
 
     None with one rank: its rows are the tokens themselves. `label` goes into the collective log.
     """

@@ -80,8 +80,8 @@ class MoELayer(nn.Module):
         self.ep_counts = ep_counts or self.ep
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device)
-        num_local, first = self.placement.num_local, self.placement.first(self.ep.rank)
-        self.experts = Experts(num_local, first, config.dim, config.expert_hidden, dtype, device)
+        ids = self.placement.experts_of(self.ep.rank)
+        self.experts = Experts(ids, config.dim, config.expert_hidden, dtype, device)
         self.shared: DenseMLP | None = None
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden
@@ -117,8 +117,11 @@ class MoELayer(nn.Module):
         config = self.config
         routing = self.router(x, token_mask)
         exact = config.combine == "exact"
-        handle = wire.plan(routing.expert_ids, self.placement, self.ep, self.ep_counts, exact, label)
-        rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
+        ids, weights = routing.expert_ids, routing.expert_weights
+        if not exact:
+            ids, weights = self.placement.by_rank(ids, weights)
+        handle = wire.plan(ids, self.placement, self.ep, self.ep_counts, exact, label)
+        rows = wire.pack_rows(x, ids, weights, self.placement, handle)
         return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask))
 
     def _aux_loss(self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None) -> Tensor | None:
