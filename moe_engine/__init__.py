@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_engine.config.errors import ConfigError
     from moe_engine.config.schema import MoEConfig
+    from moe_engine.moe.experts import experts_forward
     from moe_engine.moe.layer import MoELayer
+    from moe_engine.moe.router import Router
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "MoEConfig", "MoELayer", "__version__"]
+__all__ = ["ConfigError", "MoEConfig", "MoELayer", "Router", "__version__", "experts_forward"]
 
 _HOMES = {
     "ConfigError": "moe_engine.config.errors",
     "MoEConfig": "moe_engine.config.schema",
     "MoELayer": "moe_engine.moe.layer",
+    "Router": "moe_engine.moe.router",
+    "experts_forward": "moe_engine.moe.experts",
 }
 
 

@@ -67,6 +67,8 @@ def dense_moe(
     """x [T, D] fp64 -> (output [T, D], router logits [T, E], tokens of each expert [E])."""
     bias = torch.zeros(config.num_experts) if bias is None else bias
     logits = x @ parameters["router.weight"].T
+    if config.expert_biases:
+        logits = logits + parameters["router.bias"]
     scores = logits.sigmoid() if config.score_function == "sigmoid" else logits.softmax(dim=1)
     counts = torch.zeros(config.num_experts, dtype=torch.int64)
     rows = []
@@ -78,17 +80,41 @@ def dense_moe(
             weights = weights / weights.sum()
         row = torch.zeros_like(x[t])
         for weight, e in zip(weights * config.route_scale, chosen, strict=True):
-            row = row + weight * mlp(x[t], parameters[f"experts.{e}.gate_up"], parameters[f"experts.{e}.down"])
+            row = row + weight * mlp(x[t], expert(parameters, f"experts.{e}.{{}}", config), config)
         rows.append(row)
     out = torch.stack(rows) if rows else torch.zeros_like(x)
     if config.num_shared_experts:
-        out = out + mlp(x, parameters["shared.gate_up.weight"], parameters["shared.down.weight"])
+        out = out + mlp(x, expert(parameters, "shared.{}.weight", config), config)
     return out, logits, counts
 
 
-def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = (x @ gate_up.T).chunk(2, dim=-1)
-    return (F.silu(gate) * up) @ down.T
+def expert(parameters: dict[str, Tensor], name: str, config: MoEConfig) -> dict[str, Tensor | None]:
+    """The tensors of one MLP: `name` has a place for which of them."""
+    up = "gate_up" if config.gated else "up"
+    found = {"up": up, "down": "down", "up_bias": f"{up}_bias", "down_bias": "down_bias"}
+    return {key: parameters.get(name.format(which)) for key, which in found.items()}
+
+
+def mlp(x: Tensor, weights: dict[str, Tensor | None], config: MoEConfig) -> Tensor:
+    inner = F.linear(x, weights["up"], weights["up_bias"])
+    functions = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "relu": F.relu,
+        "relu_squared": lambda v: F.relu(v) ** 2,
+    }
+    act = functions[config.activation]
+    if config.swiglu_limit:
+        gate, up = inner.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=config.swiglu_limit), up.clamp(-config.swiglu_limit, config.swiglu_limit)
+        inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    elif config.gated:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = act(gate) * up
+    else:
+        inner = act(inner)
+    return F.linear(inner, weights["down"], weights["down_bias"])
 
 
 def dense_balance_loss(logits: Tensor, config: MoEConfig, sequences: list[list[int]]) -> Tensor:

@@ -91,6 +91,10 @@ class MoEConfig:
     group_score: str = "sum_top2"
     normalize_weights: bool = True
     route_scale: float = 1.0
+    activation: str = "silu"  # silu | gelu | gelu_tanh | relu | relu_squared
+    gated: bool = True  # act(gate) * up (SwiGLU and its like), else act(up)
+    swiglu_limit: float = 0.0  # above 0: gpt-oss's SwiGLU with gate and up clamped to this, in place of `activation`
+    expert_biases: bool = False  # biases on the router and on the projections of the routed experts
     combine: str = "dedup"  # see MoESection
     aux_loss_weight: float = 1e-4
     z_loss_weight: float = 0.0

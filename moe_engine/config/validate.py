@@ -24,6 +24,7 @@ _CHOICES = {
     "score_function": ("sigmoid", "softmax"),
     "group_score": ("sum_top2", "max"),
     "combine": ("dedup", "exact"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
@@ -60,7 +61,13 @@ def validate_moe(config: MoEConfig) -> None:
     strict.build(MoEConfig, asdict(config))
     rules = _Rules(config)
     rules.at_least(1, "dim")
-    rules.at_least(0, "init_std")
+    rules.at_least(0, "init_std", "swiglu_limit")
+    rules.one_of("activation", _CHOICES["activation"])
+    if rules.sound("swiglu_limit", "activation") and config.swiglu_limit > 0:
+        if not config.gated:
+            rules.refuse("swiglu_limit", "there is a gate to clamp only in gated experts; use gated=true")
+        if config.activation != "silu":
+            rules.refuse("swiglu_limit", "the clamped activation takes the place of silu; use activation=silu")
     _check_routing(rules, "", "")
     rules.finish()
 

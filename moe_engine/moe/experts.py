@@ -1,22 +1,44 @@
-"""Routed experts of one rank, stacked in two tensors, and the shared expert that every token visits."""
+"""Routed experts of one rank, stacked in two tensors, as a module and as a function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moe_engine.config.schema import MoEConfig
 from moe_engine.moe.dispatch import Rows
-from moe_engine.ops.activation import swiglu
+from moe_engine.ops.bias import add_bias
+from moe_engine.ops.expert_activation import Activation, expert_activation
 from moe_engine.ops.grouped_linear import grouped_linear
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
+def activation_of(config: MoEConfig) -> Activation:
+    """The activation that a configuration names."""
+    return Activation(config.activation, config.gated, config.swiglu_limit)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """up [e, 2F, D] (gate rows first) or [e, F, D], down [e, D, F], their biases [e, 2F] or [e, F], and [e, D]."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class Experts(nn.Module):
-    """SwiGLU experts with these global ids, ascending: gate_up [e, 2F, D] (gate rows first), down [e, D, F]."""
+    """Experts with these global ids, ascending.
+
+    Gated: gate_up [e, 2F, D] (gate rows first), else up [e, F, D]; down [e, D, F]; with `biases` also gate_up_bias
+    [e, 2F] (or up_bias [e, F]) and down_bias [e, D].
+    """
 
     def __init__(
         self,
@@ -25,25 +47,107 @@ class Experts(nn.Module):
         hidden: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        activation: Activation = Activation(),  # noqa: B008 - it is frozen
+        biases: bool = False,
     ) -> None:
         super().__init__()
-        self.ids = tuple(ids)
-        num_local = len(self.ids)
-        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * hidden, dim, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(num_local, dim, hidden, dtype=dtype, device=device))
+        self.ids, self.activation = tuple(ids), activation
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(len(self.ids), *shape, dtype=dtype, device=device))
+
+        width = activation.width(hidden)
+        self.up_name = "gate_up" if activation.gated else "up"
+        self.register_parameter(self.up_name, parameter(width, dim))
+        self.down = parameter(dim, hidden)
+        if biases:
+            self.register_parameter(f"{self.up_name}_bias", parameter(width))
+            self.down_bias = parameter(dim)
 
     def expert_names(self, prefix: str, name: str) -> list[str]:
         """Global names of the slices of parameter `name`, for a module that sits at `prefix`."""
         return [f"{prefix}.{expert}.{name}" for expert in self.ids]
 
-    def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
-        """Each row through the experts in its slots, weighted and summed in expert order: [R, D].
+    def weights(self) -> ExpertWeights:
+        """What the projections multiply with now: under a parametrization not the parameters themselves."""
+        up_bias, down_bias = getattr(self, f"{self.up_name}_bias", None), getattr(self, "down_bias", None)
+        return ExpertWeights(getattr(self, self.up_name), self.down, up_bias, down_bias)
 
-        The weight multiplies inside SwiGLU, before the down projection.
-        """
-        order = order_by_expert(rows.local_ids, len(self.ids))
-        weights = take(rows.weights, order.slots, order.rows.places)
-        x = permute(rows.x, order.rows)  # [N, D]
-        gate_up = grouped_linear(x, self.gate_up, order.counts, queue)  # [N, 2F]
-        hidden = segment(segments, "swiglu", swiglu, gate_up, weights)  # [N, F]
-        return unpermute(grouped_linear(hidden, self.down, order.counts, queue), order.rows)
+    def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
+        """See `through_experts`."""
+        return through_experts(rows, self.weights(), self.activation, queue, segments)
+
+
+def through_experts(
+    rows: Rows,
+    experts: ExpertWeights,
+    activation: Activation,
+    queue: WgradQueue | None = None,
+    segments: Segments | None = None,
+) -> Tensor:
+    """Each row through the experts in its slots, weighted and summed in slot order: [R, D].
+
+    The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
+    """
+    order = order_by_expert(rows.local_ids, experts.down.shape[0])
+    weights = take(rows.weights, order.slots, order.rows.places)
+    x = permute(rows.x, order.rows)  # [N, D]
+    up = grouped_linear(x, experts.up, order.counts, queue)  # [N, 2F]
+    if experts.up_bias is not None:
+        up = add_bias(up, None, experts.up_bias, order.counts)
+    hidden = segment(segments, "swiglu", _activate(activation), up, weights)  # [N, F]
+    out = grouped_linear(hidden, experts.down, order.counts, queue)
+    if experts.down_bias is not None:
+        out = add_bias(out, weights, experts.down_bias, order.counts)
+    return unpermute(out, order.rows)
+
+
+def _activate(activation: Activation) -> Callable[[Tensor, Tensor], Tensor]:
+    def function(up: Tensor, weights: Tensor) -> Tensor:
+        return expert_activation(up, weights, activation)
+
+    return function
+
+
+def experts_forward(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    swiglu_limit: float = 0.0,
+) -> Tensor:
+    """Tokens through the experts that somebody else's router chose: x [..., D] -> [..., D].
+
+    ids, weights [..., K]: each token's experts in any order, and their weights; an id outside 0 … e-1 is no expert.
+    gate_up [e, 2F, D], gate rows first (gated=False: [e, F, D]); down [e, D, F]; the biases [e, 2F] and [e, D].
+    activation, gated, swiglu_limit: as in `MoEConfig`. A token's experts are summed in fp32 in the order of `ids`.
+    Differentiable in everything but ids. Raises ValueError where the shapes do not fit.
+    """
+    kind = Activation(activation, gated, swiglu_limit)
+    _check_shapes(x, ids, weights, gate_up, down, kind)
+    E, K = down.shape[0], ids.shape[-1]
+    local_ids = ids.reshape(-1, K).to(torch.int32)
+    known = (local_ids >= 0) & (local_ids < E)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weights = weights.reshape(-1, K).to(wide).masked_fill(~known, 0)
+    rows = Rows(x.reshape(-1, x.shape[-1]), local_ids.masked_fill(~known, -1), weights)
+    out = through_experts(rows, ExpertWeights(gate_up, down, gate_up_bias, down_bias), kind)
+    return out.view(x.shape)
+
+
+def _check_shapes(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kind: Activation) -> None:
+    if ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
+        found = f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)}"
+        raise ValueError(f"{found}: x must be [..., D], ids and weights [..., K] with the same leading dimensions")
+    if down.dim() != 3 or gate_up.shape != (down.shape[0], kind.width(down.shape[2]), x.shape[-1]):
+        width = "2F" if kind.gated else "F"
+        raise ValueError(
+            f"gate_up {list(gate_up.shape)}, down {list(down.shape)}, x {list(x.shape)}: gate_up must be "
+            f"[e, {width}, D] and down [e, D, F]"
+        )

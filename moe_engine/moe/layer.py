@@ -24,7 +24,7 @@ from moe_engine.config.validate import validate_moe
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import router_z_loss, sequence_balance_loss, update_expert_bias
-from moe_engine.moe.experts import Experts
+from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router
@@ -80,20 +80,23 @@ class MoELayer(nn.Module):
         self.ep_counts = ep_counts or self.ep
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device)
-        ids = self.placement.experts_of(self.ep.rank)
-        self.experts = Experts(ids, config.dim, config.expert_hidden, dtype, device)
+        ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
+        self.experts = Experts(ids, config.dim, config.expert_hidden, dtype, device, activation, config.expert_biases)
         self.shared: DenseMLP | None = None
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden
-            self.shared = DenseMLP(config.dim, shared_hidden, dtype, device)
+            self.shared = DenseMLP(config.dim, shared_hidden, dtype, device, activation)
         if seed is not None:
             self.reset_parameters(name, seed)
 
     @torch.no_grad()
     def reset_parameters(self, prefix: str, seed: int) -> None:
-        """Fill all parameters by their global names below `prefix`; clear the bias and the counts."""
+        """Fill all weights by their global names below `prefix`; biases, the balancing one too, and counts with 0."""
         for owner_name, owner in self.named_modules(prefix=prefix):
             for name, parameter in owner.named_parameters(recurse=False):
+                if name.endswith("bias"):
+                    parameter.zero_()
+                    continue
                 if isinstance(owner, Experts):
                     names, pieces = owner.expert_names(owner_name, name), list(parameter)
                 else:

@@ -35,7 +35,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Parameter `weight` [E, D]; buffers that keep their dtypes through any cast of the module:
+    """Parameter `weight` [E, D], and `bias` [E] on the logits where `config.expert_biases`; tensors that keep their dtypes through any cast of the module:
 
     expert_bias [E] fp32: added to the scores for the choice (loads near 7 with steps of 1e-3 need fp32);
     num_tokens_per_expert [E] int64: tokens sent to each expert since it was last cleared, without padding. A token
@@ -51,6 +51,9 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim, dtype=dtype, device=device))
+        self.bias: nn.Parameter | None = None
+        if config.expert_biases:
+            self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("expert_bias", bias)
@@ -60,6 +63,8 @@ class Router(nn.Module):
         """x [T, D], token_mask [T] bool (False for padding, which is routed but not counted)."""
         config = self.config
         logits = wide_linear(x, self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.to(logits.dtype)
         scores = sigmoid(logits.detach()) if config.score_function == "sigmoid" else logits.detach().softmax(dim=1)
         expert_ids = self._choose(scores)
         if self.training:

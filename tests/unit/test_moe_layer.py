@@ -31,13 +31,28 @@ VARIANTS = [
     {"normalize_weights": False, "num_shared_experts": 0},
     {"num_groups": 1, "top_groups": 1, "top_k": 8, "num_shared_experts": 2},
     {"top_k": 1, "combine": "exact"},
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh", "gated": False},
+    {"activation": "relu", "expert_biases": True},
+    {"activation": "relu_squared", "gated": False, "expert_biases": True},
+    {"activation": "silu", "gated": False},
+    {"swiglu_limit": 0.7, "expert_biases": True, "score_function": "softmax", "num_shared_experts": 0},
 ]
+
+
+def randomize_biases(layer: MoELayer) -> None:
+    """Biases start from zero, where a lost one would not be seen."""
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(layer.named_parameters()):
+            if name.endswith("bias"):
+                parameter.copy_(tokens(*parameter.shape, seed=30 + i) * 0.3)
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_output_and_all_gradients_equal_the_dense_loop_in_fp64(changes: dict[str, object]) -> None:
     config = make_config(**changes)
     layer = MoELayer(config, dtype=torch.float64)
+    randomize_biases(layer)
     layer.router.expert_bias.copy_(tokens(8, seed=5) * 0.1)
     x, weight = tokens(2, 19, 24), tokens(2, 19, 24, seed=1)
     x.requires_grad_()

@@ -1,0 +1,35 @@
+"""Biases of experts: each row adds its expert's bias, times the row's weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_kernels
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, counts: list[int] | Tensor) -> Tensor:
+        ctx.save_for_backward(weight, bias)
+        ctx.counts = counts
+        return moe_kernels.add_bias(rows, weight, bias, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        weight, bias = ctx.saved_tensors
+        d_weight, d_bias = moe_kernels.add_bias_backward(grads[0], weight, bias, ctx.counts)
+        return grads[0], d_weight, d_bias.to(bias.dtype), None
+
+
+def add_bias(rows: Tensor, weight: Tensor | None, bias: Tensor, counts: list[int] | Tensor) -> Tensor:
+    """rows [N, D] sorted by expert plus weight [N] (None: 1) times their expert's bias [e, D], in fp32, rounded once.
+
+    counts [e]: rows of each expert. An expert without rows gets a zero gradient, not None.
+    """
+    if weight is None:
+        weight = torch.ones(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    out: Tensor = _AddBias.apply(rows, weight, bias, counts)
+    return out
