@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ class Communicator:
 
     @classmethod
     def of_group(cls, group: Any) -> Communicator:
-        """Wrap a torch process group that somebody else made (an imported layer's `ep_group`)."""
+        """Wrap what somebody else made (an imported layer's `ep_group`): a process group or a DeviceMesh axis."""
+        if isinstance(group, DeviceMesh):
+            group = group.get_group()  # raises for more than one dimension
         ranks = dist.get_process_group_ranks(group)
         return cls("given", ranks, dist.get_rank(), group if len(ranks) > 1 else None)
 

@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from moe_engine.config.schema import MoEConfig
 from moe_engine.config.validate import validate_moe
 from moe_engine.distributed.collectives import Communicator
+from moe_engine.distributed.sharded import fill
 from moe_engine.moe import dispatch as wire
-from moe_engine.moe.balance import router_z_loss, sequence_balance_loss, update_expert_bias
+from moe_engine.moe.balance import router_z_loss, sequence_balance_loss
 from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router
+from moe_engine.ops.attach import attach
+from moe_engine.ops.autocast import check_precision, products_in
 from moe_engine.ops.random import normal
 from moe_engine.ops.recompute import Segments
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -53,10 +56,15 @@ class MoELayer(nn.Module):
     """Routed experts and, optionally, a shared expert: DeepSeek-V3's DeepSeekMoE (arXiv 2412.19437, section 2.1.2).
 
     ep, ep_counts: communicators of the expert-parallel group, for rows and for their counts; or `ep_group`, a torch
-    process group, in their place. Each rank of the group holds num_experts / size experts. None: all experts here.
+    process group or a one-dimensional DeviceMesh, in their place. Each rank of the group holds num_experts / size
+    experts. None: all experts here.
+    precision: of the matrix products: bf16, whatever the parameters have | native, that of the parameters, also under
+    autocast. None: that of the parameters, or of autocast where it is on. The router computes in fp32 always.
+    attach_aux_loss: every backward through the output also runs that of the balance losses, times the attribute
+    `aux_loss_scale` (1; a loss scaler's or an accumulation's factor goes there), so that nobody has to add them.
     name, seed: parameters start as normal numbers of `config.init_std`, a function of their global names (below
-    `name`) and the seed alone; with seed=None they are left as they are, for whoever fills them (the engine's optimizer
-    does). Raises ConfigError for values that do not fit together.
+    `name`) and the seed alone, biases from 0; with seed=None they are left as they are, for whoever fills them (the
+    engine's optimizer does). Raises ConfigError for values that do not fit together.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class MoELayer(nn.Module):
         ep: Communicator | None = None,
         ep_counts: Communicator | None = None,
         ep_group: Any = None,
+        precision: str | None = None,
+        attach_aux_loss: bool = False,
         name: str = "moe",
         seed: int | None = 0,
         dtype: torch.dtype | None = None,
@@ -76,10 +86,14 @@ class MoELayer(nn.Module):
         if ep_group is not None:
             ep = ep_counts = Communicator.of_group(ep_group)
         self.config = config
+        check_precision(precision)
+        self.precision = precision
+        self.attach_aux_loss, self.aux_loss_scale = attach_aux_loss, 1.0
+        self.name, self.seed = name, seed
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
-        self.router = Router(config, dtype, device)
+        self.router = Router(config, dtype, device, seed=None)
         ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
         self.experts = Experts(ids, config.dim, config.expert_hidden, dtype, device, activation, config.expert_biases)
         self.shared: DenseMLP | None = None
@@ -87,22 +101,26 @@ class MoELayer(nn.Module):
             shared_hidden = config.num_shared_experts * config.expert_hidden
             self.shared = DenseMLP(config.dim, shared_hidden, dtype, device, activation)
         if seed is not None:
-            self.reset_parameters(name, seed)
+            self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, prefix: str, seed: int) -> None:
-        """Fill all weights by their global names below `prefix`; biases, the balancing one too, and counts with 0."""
-        for owner_name, owner in self.named_modules(prefix=prefix):
+    def reset_parameters(self) -> None:
+        """Fill the weights again by name and seed (None: 0), biases, the balancing one and counts with 0.
+
+        After `to_empty` of a layer made on the meta device, whether FSDP2 has sharded it or not.
+        """
+        seed, std = self.seed or 0, self.config.init_std
+        for owner_name, owner in self.named_modules(prefix=self.name):
             for name, parameter in owner.named_parameters(recurse=False):
                 if name.endswith("bias"):
                     parameter.zero_()
                     continue
+                shape, place = parameter.shape, (parameter.dtype, parameter.device)
                 if isinstance(owner, Experts):
-                    names, pieces = owner.expert_names(owner_name, name), list(parameter)
+                    names = owner.expert_names(owner_name, name)
+                    fill(parameter, torch.stack([normal(shape[1:], std, piece, seed, *place) for piece in names]))
                 else:
-                    names, pieces = [f"{owner_name}.{name}"], [parameter]
-                for piece_name, piece in zip(names, pieces, strict=True):
-                    piece.copy_(normal(piece.shape, self.config.init_std, piece_name, seed, piece.dtype, piece.device))
+                    fill(parameter, normal(shape, std, f"{owner_name}.{name}", seed, *place))
         self.router.expert_bias.zero_()
         self.router.num_tokens_per_expert.zero_()
 
@@ -178,9 +196,23 @@ class MoELayer(nn.Module):
     ) -> Any:
         """x [B, S, D] (or [T, D]: one sequence) -> the same shape, in x's dtype; token_mask without the last dimension.
 
+        token_mask: False for padding, which is routed but counts neither as load nor in the balance losses.
         With return_aux also the weighted balance loss, averaged over the sequences of this call, and z-loss, averaged
-        over its tokens: their sum, a scalar.
+        over its tokens: their sum, a scalar (to look at only, where it is attached).
         """
+        if self.precision is None:
+            out, aux = self._forward(x, token_mask, queue)
+        else:
+            with products_in(self.precision, x.device.type):
+                out, aux = self._forward(x.to(self.router.weight.dtype), token_mask, queue)
+            out = out.to(x.dtype)
+        if aux is not None and self.attach_aux_loss:
+            out, aux = attach(out, aux, self.aux_loss_scale), aux.detach()
+        if not return_aux:
+            return out
+        return out, out.new_zeros(()) if aux is None else aux
+
+    def _forward(self, x: Tensor, token_mask: Tensor | None, queue: WgradQueue | None) -> tuple[Tensor, Tensor | None]:
         S = x.shape[-2] if x.dim() > 1 else 1
         B = math.prod(x.shape[:-2])
         flat = x.reshape(-1, x.shape[-1])
@@ -189,20 +221,20 @@ class MoELayer(nn.Module):
         out = self.combine(rows, packed)
         if shared is not None:
             out = out + shared
-        out = out.view(x.shape)
-        if not return_aux:
-            return out
-        if packed.aux_loss is None:
-            return out, out.new_zeros(())
-        tokens = B * S if token_mask is None else int(token_mask.sum())
-        return out, packed.aux_loss[0] / max(B, 1) + packed.aux_loss[1] / max(tokens, 1)
+        aux = packed.aux_loss
+        if aux is not None:
+            tokens = max(B * S, 1) if token_mask is None else token_mask.sum().clamp(min=1)
+            aux = aux[0] / max(B, 1) + aux[1] / tokens
+        return out.view(x.shape), aux
 
-    def update_balance(self) -> None:
-        """Move the balancing bias by the loads since the last call, summed over the expert-parallel group; clear them.
+    def update_balance(self, group: Any = None) -> None:
+        """Move the balancing bias by the loads since the last call and clear them.
 
-        Call it on all ranks, once per optimizer step. Data-parallel replicas of a whole group must sum their
-        `router.num_tokens_per_expert` first.
+        Call it on all ranks, once per optimizer step. group: all ranks that routed tokens of this layer, where they are
+        more than its expert-parallel group (data-parallel replicas): a process group or a one-dimensional DeviceMesh.
         """
-        counts = self.ep_counts.all_reduce_sum(self.router.num_tokens_per_expert, "balance")
-        update_expert_bias(self.router.expert_bias, counts, self.config.bias_step)
-        self.router.num_tokens_per_expert.zero_()
+        self.router.move_bias(self.ep_counts if group is None else Communicator.of_group(group))
+
+    def update_balance_after(self, optimizer: torch.optim.Optimizer, group: Any = None) -> Any:
+        """Call `update_balance(group)` after every step of the optimizer; what is returned can `remove()` it again."""
+        return optimizer.register_step_post_hook(lambda *_: self.update_balance(group))

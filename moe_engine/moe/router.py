@@ -8,16 +8,19 @@ to the lower index, so that a recomputed forward chooses the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_engine.config.schema import MoEConfig
+from moe_engine.distributed.collectives import Communicator
+from moe_engine.moe.balance import update_expert_bias
 from moe_engine.ops.activation import log_sigmoid, sigmoid
 from moe_engine.ops.choose import choose, chosen_ids
 from moe_engine.ops.linear import wide_linear
+from moe_engine.ops.random import normal
 
 
 @dataclass(frozen=True)
@@ -35,32 +38,52 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Parameter `weight` [E, D], and `bias` [E] on the logits where `config.expert_biases`; tensors that keep their dtypes through any cast of the module:
+    """Parameter `weight` [E, D], and `bias` [E] on the logits where `config.expert_biases`; tensors that keep their
+    dtypes through any cast of the module:
 
-    expert_bias [E] fp32: added to the scores for the choice (loads near 7 with steps of 1e-3 need fp32);
+    expert_bias [E] fp32, a buffer: added to the scores for the choice (loads near 7 with steps of 1e-3 need fp32);
     num_tokens_per_expert [E] int64: tokens sent to each expert since it was last cleared, without padding. A token
-    counts when its backward runs, once: evaluation has none, and a recomputed forward adds nothing.
+    counts when its backward runs, once: evaluation has none, and a recomputed forward adds nothing. It is no buffer,
+    since DDP overwrites the buffers of all ranks with those of the first before every forward.
+
+    The weight starts as normal numbers of `config.init_std` that depend on `name` and `seed`; None: as it is.
     """
 
     expert_bias: Tensor
-    num_tokens_per_expert: Tensor
 
     def __init__(
-        self, config: MoEConfig, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        config: MoEConfig,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        name: str = "router",
+        seed: int | None = 0,
     ) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim, dtype=dtype, device=device))
         self.bias: nn.Parameter | None = None
         if config.expert_biases:
-            self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
+            self.bias = nn.Parameter(torch.zeros(config.num_experts, dtype=dtype, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
-        counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("num_tokens_per_expert", counts, persistent=False)
+        self.num_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        if seed is not None:
+            with torch.no_grad():
+                weight = self.weight
+                weight.copy_(normal(weight.shape, config.init_std, f"{name}.weight", seed, weight.dtype, weight.device))
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
-        """x [T, D], token_mask [T] bool (False for padding, which is routed but not counted)."""
+        """x [..., D], token_mask [...] bool (False for padding, which is routed but not counted)."""
+        flat = x.reshape(-1, x.shape[-1])
+        routing = self._route(flat, None if token_mask is None else token_mask.reshape(-1))
+        if x.dim() == 2:
+            return routing
+        shaped = {item.name: getattr(routing, item.name).view(*x.shape[:-1], -1) for item in fields(routing)}
+        return Routing(**shaped)
+
+    def _route(self, x: Tensor, token_mask: Tensor | None) -> Routing:
         config = self.config
         logits = wide_linear(x, self.weight)
         if self.bias is not None:
@@ -68,8 +91,24 @@ class Router(nn.Module):
         scores = sigmoid(logits.detach()) if config.score_function == "sigmoid" else logits.detach().softmax(dim=1)
         expert_ids = self._choose(scores)
         if self.training:
+            if self.num_tokens_per_expert.device != x.device:  # a wrapper moved parameters and buffers alone
+                self.num_tokens_per_expert = self.num_tokens_per_expert.to(x.device)
             logits = _CountOnBackward.apply(logits, self, expert_ids, token_mask)
         return Routing(expert_ids, self._weigh(logits, expert_ids), logits, scores)
+
+    def update_balance(self, group: Any = None) -> None:
+        """Move the balancing bias by the loads since the last call and clear them. Once per optimizer step.
+
+        group: the ranks that routed tokens since then, a torch process group or a one-dimensional DeviceMesh: their
+        loads are summed, and all of them must call. None: this rank alone.
+        """
+        self.move_bias(Communicator.alone() if group is None else Communicator.of_group(group))
+
+    def move_bias(self, ranks: Communicator) -> None:
+        """`update_balance` over a communicator."""
+        counts = ranks.all_reduce_sum(self.num_tokens_per_expert, "balance")
+        update_expert_bias(self.expert_bias, counts, self.config.bias_step)
+        self.num_tokens_per_expert.zero_()
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Expert ids [T, K] of the best biased scores within the best groups."""
@@ -101,8 +140,8 @@ class Router(nn.Module):
         # `fn` may have cast: take back the old values and keep only the device.
         if self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
-        if self.num_tokens_per_expert.dtype != counts.dtype:
-            self.num_tokens_per_expert = counts.to(self.num_tokens_per_expert.device)
+        device = self.expert_bias.device
+        self.num_tokens_per_expert = torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

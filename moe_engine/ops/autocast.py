@@ -8,14 +8,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_engine.config.errors import ConfigError
+
+PRECISIONS = ("bf16", "native")
+
 
 def _enabled(device: str) -> bool:
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
+def check_precision(precision: str | None) -> None:
+    """Raises ConfigError for a name that `products_in` does not know."""
+    if precision is not None and precision not in PRECISIONS:
+        raise ConfigError(f"precision={precision}: no such choice; there are {', '.join(PRECISIONS)} and None")
+
+
+def products_in(precision: str | None, device: str) -> AbstractContextManager[Any]:
+    """Around operations: bf16 has matrix products computed in it, native in their operands' own format.
+
+    None leaves that to autocast.
+    """
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def cast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
