@@ -66,6 +66,7 @@ class Case:
     rows: int = GLOBAL_BATCH  # sequences a step, over all ranks
     model: str = "v3"  # a key of MODELS
     z_loss: bool = False
+    wire: str = "model"
 
     @property
     def world(self) -> int:
@@ -81,6 +82,7 @@ class Case:
         words += [f"layers{self.layers}"] if self.layers != 4 else []
         words += [self.model] if self.model != "v3" else []
         words += ["z"] if self.z_loss else []
+        words += [f"{self.wire} wire"] if self.wire != "model" else []
         return "-".join([*words, self.precision])
 
 
@@ -129,7 +131,13 @@ def config_of(case: Case) -> Config:
     model = replace(model, **MODELS[case.model])
     return Config(
         model=model,
-        moe=MoESection(combine=case.combine, aux_loss_weight=0.01, z_loss_weight=0.01 * case.z_loss, bias_step=1e-3),
+        moe=MoESection(
+            combine=case.combine,
+            wire=case.wire,
+            aux_loss_weight=0.01,
+            z_loss_weight=0.01 * case.z_loss,
+            bias_step=1e-3,
+        ),
         parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
         pipeline=PipelineConfig(overlap=case.overlap, schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],

@@ -74,6 +74,7 @@ class TimedBlocks(nn.Module):
         self.model = _Sizes(dim)
         self.placement = ExpertPlacement(groups.ep.size, groups.ep.size)
         self.expert_ids = torch.arange(groups.ep.size).expand(tokens, -1).contiguous()
+        self.links = wire.Links(groups.ep, groups.ep_counts)
         self.weight = nn.Parameter(torch.ones(()))
         self.input = nn.Parameter(torch.ones(tokens, dim))
 
@@ -105,11 +106,11 @@ class TimedBlocks(nn.Module):
     def _block(self, x: Tensor, queue: WgradQueue | None, label: str) -> Walk[Tensor]:
         times = self.times
         normed = _sleep(x, self.weight, (times.attn_f, times.attn_b, times.attn_w), queue)
-        handle = wire.plan(self.expert_ids, self.placement, self.groups.ep, self.groups.ep_counts, False, label)
+        handle = wire.plan(self.expert_ids, self.placement, self.links, label)
         weights = self.weight * torch.ones(self.expert_ids.shape)
         rows = wire.pack_rows(normed, self.expert_ids, weights, self.placement, handle)
-        out, arrived = yield Dispatch(AttnOut(x, normed, Packed(rows, handle, None)))
-        done = _sleep(arrived.x, self.weight, (times.mlp_f, times.mlp_b, times.mlp_w), queue)
+        out, arrival = yield Dispatch(AttnOut(x, normed, Packed(rows, handle, None)))
+        done = _sleep(arrival().x, self.weight, (times.mlp_f, times.mlp_b, times.mlp_w), queue)
         back = yield Combine(MlpOut(done, None), handle)
         total: Tensor = out.residual + wire.sum_rows(back.rows, handle)
         return total

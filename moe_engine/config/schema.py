@@ -96,6 +96,7 @@ class MoEConfig:
     swiglu_limit: float = 0.0  # above 0: gpt-oss's SwiGLU with gate and up clamped to this, in place of `activation`
     expert_biases: bool = False  # biases on the router and on the projections of the routed experts
     combine: str = "dedup"  # see MoESection
+    wire: str = "model"
     aux_loss_weight: float = 1e-4
     z_loss_weight: float = 0.0
     bias_step: float = 1e-3
@@ -107,6 +108,7 @@ class MoESection:
     """Section `moe`: how the experts of a run are balanced and reached."""
 
     combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
+    wire: str = "model"  # rows to the experts, and gradients of combine: as in the model | fp8 codes and scales
     aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
     z_loss_weight: float = 0.0  # of the mean over tokens of logsumexp(router logits)^2, which keeps logits small
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
@@ -251,6 +253,7 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         normalize_weights=model.normalize_weights,
         route_scale=model.route_scale,
         combine=moe.combine,
+        wire=moe.wire,
         aux_loss_weight=moe.aux_loss_weight,
         z_loss_weight=moe.z_loss_weight,
         bias_step=moe.bias_step,

@@ -25,6 +25,7 @@ _CHOICES = {
     "group_score": ("sum_top2", "max"),
     "combine": ("dedup", "exact"),
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
+    "wire": ("model", "fp8"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
@@ -99,7 +100,7 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
     rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
     rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
     rules.positive(1.0, model + "route_scale")
-    for name in (model + "score_function", model + "group_score", moe + "combine"):
+    for name in (model + "score_function", model + "group_score", moe + "combine", moe + "wire"):
         rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
     if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
         rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")

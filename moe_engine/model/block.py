@@ -2,7 +2,7 @@
 
     attn      norm, attention, norm, router, packing of rows; ends by starting the exchange of counts
     dispatch  rows travel to their experts (communication only)
-    mlp       shared expert, routed experts, sum of a row's experts on this rank
+    mlp       shared expert, then, once the rows are there, routed experts, sum of a row's experts on this rank
     combine   rows travel back (communication only), are summed over ranks in fixed order and added to the residual
 
 The phases are plain functions that never detach. `Block.walk` strings them together as a generator that stops at
@@ -16,7 +16,7 @@ communication are outside of what is recomputed, and so happen once.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -65,7 +65,7 @@ class MlpOut:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A stop on a walk: the rows in `out` are to travel. Goes on with (`out`, what arrived or None)."""
+    """A stop on a walk: the rows in `out` are to travel. Goes on with (`out`, a wait for what arrives, or None)."""
 
     out: AttnOut
 
@@ -79,6 +79,7 @@ class Combine:
 
 
 R = TypeVar("R")
+Arrival = Callable[[], Arrived]  # waits for rows that are on their way
 Walk = Generator[Dispatch | Combine, Any, R]  # forward through blocks, stopping before each exchange; returns R
 
 
@@ -88,9 +89,7 @@ def follow(walk: Walk[R]) -> R:
         stop = next(walk)
         while True:
             if isinstance(stop, Dispatch):
-                packed = stop.out.packed
-                arrived = packed and wire.dispatch_wait(wire.dispatch_start(packed.rows, packed.handle))
-                stop = walk.send((stop.out, arrived))
+                stop = walk.send((stop.out, _arrival(stop.out.packed)))
             else:
                 rows = stop.mlp.rows
                 if rows is not None:
@@ -99,6 +98,14 @@ def follow(walk: Walk[R]) -> R:
     except StopIteration as end:
         result: R = end.value
         return result
+
+
+def _arrival(packed: Packed | None) -> Arrival | None:
+    """Start what is packed on its way."""
+    if packed is None:
+        return None
+    pending = wire.dispatch_start(packed.rows, packed.handle)
+    return lambda: wire.dispatch_wait(pending)
 
 
 class Block(nn.Module):
@@ -146,22 +153,27 @@ class Block(nn.Module):
                 packed = self.moe.pack(normed, context.shape, context.token_mask, label)
         return AttnOut(x, normed, packed, segments)
 
-    def mlp_phase(self, out: AttnOut, arrived: Arrived | None, queue: WgradQueue | None = None) -> MlpOut:
+    def mlp_phase(self, out: AttnOut, arrival: Arrival | None, queue: WgradQueue | None = None) -> MlpOut:
+        """The shared expert works before the rows are waited for."""
         moe, mlp, parts = self.moe, self.mlp, _parts(out.segments)
 
-        def dense(x: Tensor) -> Tensor:
+        def everybody(x: Tensor) -> Tensor | None:
+            if moe is not None:
+                return moe.compute_shared(x, queue, parts)
             assert mlp is not None
             return mlp(x, queue, parts)
 
-        def experts(x: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-            assert moe is not None and arrived is not None
-            return moe.compute(x, Arrived(rows, arrived.local_ids, weights), queue, parts)
-
         with hooks(out.segments):
-            if arrived is None:
-                found = MlpOut(None, segment(out.segments, BLOCK, dense, out.normed))
-            else:
-                found = MlpOut(*segment(out.segments, BLOCK, experts, out.normed, arrived.x, arrived.weights))
+            found = MlpOut(None, segment(out.segments, BLOCK, everybody, out.normed))
+            if arrival is not None:
+                arrived = arrival()
+
+                def experts(rows: Tensor, weights: Tensor) -> Tensor:
+                    assert moe is not None
+                    return moe.compute(Arrived(rows, arrived.local_ids, weights), queue, parts)
+
+                rows = segment(out.segments, BLOCK, experts, arrived.x, arrived.weights)
+                found = replace(found, rows=rows)
         if out.segments is not None:
             out.segments.close()
         return found
@@ -178,8 +190,8 @@ class Block(nn.Module):
     ) -> Walk[tuple[Tensor, Tensor | None]]:
         """x [T, D] -> ([T, D], weighted balance loss and z-loss, summed but not divided, [2] or None)."""
         out = self.attn_phase(x, context, queue, label)
-        out, arrived = yield Dispatch(out)
-        mlp = self.mlp_phase(out, arrived, queue)
+        out, arrival = yield Dispatch(out)
+        mlp = self.mlp_phase(out, arrival, queue)
         back = yield Combine(mlp, out.packed and out.packed.handle)
         return self.sum_phase(out, back), out.aux_loss
 

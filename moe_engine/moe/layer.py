@@ -92,6 +92,7 @@ class MoELayer(nn.Module):
         self.name, self.seed = name, seed
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
+        self.links = wire.Links(self.ep, self.ep_counts, config.combine == "exact", config.wire == "fp8")
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device, seed=None)
         ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
@@ -135,14 +136,9 @@ class MoELayer(nn.Module):
 
         x [T, D], T = B*S with `shape` = (B, S); token_mask [T] bool, False for padding; label: for the collective log.
         """
-        config = self.config
         routing = self.router(x, token_mask)
-        exact = config.combine == "exact"
-        ids, weights = routing.expert_ids, routing.expert_weights
-        if not exact:
-            ids, weights = self.placement.by_rank(ids, weights)
-        handle = wire.plan(ids, self.placement, self.ep, self.ep_counts, exact, label)
-        rows = wire.pack_rows(x, ids, weights, self.placement, handle)
+        handle = wire.plan(routing.expert_ids, self.placement, self.links, label)
+        rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
         return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask))
 
     def _aux_loss(self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None) -> Tensor | None:
@@ -167,17 +163,16 @@ class MoELayer(nn.Module):
         """The rows that arrived for this rank's experts."""
         return wire.dispatch_wait(pending)
 
-    def dispatch(self, packed: Packed) -> Arrived:
-        """Start and wait."""
-        return self.dispatch_wait(self.dispatch_start(packed))
+    def compute_shared(
+        self, x: Tensor, queue: WgradQueue | None = None, segments: Segments | None = None
+    ) -> Tensor | None:
+        """The shared expert's output for `x` [T, D], if there is one; it needs no exchange."""
+        return None if self.shared is None else self.shared(x, queue, segments)
 
-    def compute(
-        self, x: Tensor, arrived: Arrived, queue: WgradQueue | None = None, segments: Segments | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The routed experts' rows to send back [R, D], and the shared expert's output for `x` [T, D] or None."""
-        shared = None if self.shared is None else self.shared(x, queue, segments)
+    def compute(self, arrived: Arrived, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
+        """The routed experts' rows to send back [R, D]."""
         rows: Tensor = self.experts(arrived, queue, segments)
-        return rows, shared
+        return rows
 
     def combine_start(self, rows: Tensor, packed: Packed) -> wire.PendingCombine:
         """Start sending the experts' rows [R, D] back."""
@@ -217,8 +212,9 @@ class MoELayer(nn.Module):
         B = math.prod(x.shape[:-2])
         flat = x.reshape(-1, x.shape[-1])
         packed = self.pack(flat, (B, S), None if token_mask is None else token_mask.reshape(-1))
-        rows, shared = self.compute(flat, self.dispatch(packed), queue)
-        out = self.combine(rows, packed)
+        pending = self.dispatch_start(packed)
+        shared = self.compute_shared(flat, queue)
+        out = self.combine(self.compute(self.dispatch_wait(pending), queue), packed)
         if shared is not None:
             out = out + shared
         aux = packed.aux_loss

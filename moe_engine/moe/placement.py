@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.ops.permute import take
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,6 @@ class ExpertPlacement:
     def local_id(self, expert_ids: Tensor) -> Tensor:
         """Index of each expert within its rank, same shape."""
         return expert_ids % self.num_local if self.contiguous else self._table(expert_ids.device)[1][expert_ids]
-
-    def by_rank(self, expert_ids: Tensor, expert_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's choices [T, K], given in the order of ids, in the order of (rank, id)."""
-        if self.contiguous or not expert_ids.numel():
-            return expert_ids, expert_weights
-        order = self.rank_of(expert_ids).argsort(dim=1, stable=True)
-        first = torch.arange(len(order), device=order.device)[:, None] * order.shape[1]
-        inverse = order.argsort(dim=1) + first
-        return expert_ids.gather(1, order), take(expert_weights, order + first, inverse)
 
     def loads(self, num_tokens_per_expert: Sequence[int]) -> list[int]:
         """Rows that each rank's experts get, from those of each expert."""

@@ -56,6 +56,23 @@ def permute(x: Tensor, rows: RowMap) -> Tensor:
     return out
 
 
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        return x.new_zeros(()).expand(len(rows.source), x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return moe_kernels.unpermute(grads[0], ctx.rows.places), None
+
+
+def permute_stand_in(x: Tensor, rows: RowMap) -> Tensor:
+    """For autograd what `permute(x, rows)` is, zeros without memory: for numbers that go there by another way."""
+    out: Tensor = _StandIn.apply(x, rows)
+    return out
+
+
 def unpermute(x: Tensor, rows: RowMap) -> Tensor:
     """Sum inner rows into outer ones, in fp32 in the order of `places`: x [N, D] -> [R, D], in x's dtype."""
     out: Tensor = _Unpermute.apply(x, rows)

@@ -234,7 +234,7 @@ class CutMicroBatch(_Tables):
                 return lambda: wire.dispatch_wait(pending)
 
             wait = self.exchanges.start(self._label(step), enqueue_rows, by_courier=by_courier)
-            self._reply = lambda: (out, _received(graph, wait()))
+            self._reply = lambda: (out, lambda: _received(graph, wait()))
             return
         assert stop is not None
         mlp, way = stop.mlp, stop.handle

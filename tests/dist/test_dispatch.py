@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_engine.distributed.collectives import CollectiveLog, Communicator
 from moe_engine.moe.dispatch import (
+    Links,
     combine_start,
     combine_wait,
     dispatch_start,
@@ -44,7 +45,7 @@ def _exchange(rank: int, exact: bool) -> dict[str, object]:
     placement, ids = ExpertPlacement(E, world), choices(rank)
     x = token_values(rank).clone().requires_grad_()
     weights = weight_values(rank).clone().requires_grad_()
-    handle = plan(ids, placement, ep, counts, exact, "layer 0")
+    handle = plan(ids, placement, Links(ep, counts, exact), "layer 0")
     arrived = dispatch_wait(dispatch_start(pack_rows(x, ids, weights, placement, handle), handle))
     out = combine_wait(combine_start(arrived.x * 2, handle))
     # d rows.x = 2 from combine + 1; d weights = the row's slot number + 1
@@ -98,8 +99,8 @@ def test_all_ranks_enqueue_the_same_collectives_in_the_same_order() -> None:
     assert all(log == logs[0] for log in logs)
     assert [(communicator, label) for _, communicator, label in logs[0]] == [
         ("ep_counts", "layer 0 counts"),
-        ("ep", "layer 0 dispatch x"),
         ("ep", "layer 0 dispatch slots"),
+        ("ep", "layer 0 dispatch x"),
         ("ep", "layer 0 combine"),
         ("ep", "layer 0 combine backward"),
         ("ep", "layer 0 dispatch x backward"),
@@ -113,7 +114,7 @@ def _bytes(rank: int) -> int:
     counts = Communicator("ep_counts", range(world), rank, dist.new_group(list(range(world))), log)
     ids = torch.tensor([[0, 1, 4], [0, 1, 2]])
     placement = ExpertPlacement(E, world)
-    handle = plan(ids, placement, ep, counts)
+    handle = plan(ids, placement, Links(ep, counts))
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     dispatch_wait(dispatch_start(pack_rows(x, ids, torch.ones(2, 3), placement, handle), handle))
     return next(record.bytes for record in log.records if record.label.endswith("dispatch x"))

@@ -75,6 +75,7 @@ FEW = [
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact"),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True),
     Case(pp=2, dp=1, schedule="dualpipe", recompute="selective"),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", wire="fp8", padding=True),
 ]
 
 

@@ -109,7 +109,7 @@ def _orders(rank: int, config: Config, case: Case, order: str | None) -> tuple[l
     enqueued = [record.label for record in log.records if record.communicator.startswith("ep")]
     words = {
         ("counts", "F"): ["counts"],
-        ("dispatch", "F"): ["dispatch x", "dispatch slots"],
+        ("dispatch", "F"): ["dispatch slots", "dispatch x"],
         ("combine", "F"): ["combine"],
         ("combine", "B"): ["combine backward"],
         ("dispatch", "B"): ["dispatch x backward", "dispatch slots backward"],

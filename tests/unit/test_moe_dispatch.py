@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_engine.distributed.collectives import Pending
 from moe_engine.moe.dispatch import (
     DispatchHandle,
+    Links,
     combine_start,
     combine_wait,
     dispatch_start,
@@ -37,7 +38,7 @@ def layout(
 ) -> tuple[DispatchHandle, ExpertPlacement]:
     placement, alone = placement or ExpertPlacement(num_experts, ranks), Alone(ranks)
     communicator: Any = alone
-    handle = plan(expert_ids, placement, communicator, communicator, exact)
+    handle = plan(expert_ids, placement, Links(communicator, communicator, exact))
     assert handle is not None
     return handle, placement
 
@@ -52,11 +53,11 @@ IDS = torch.tensor([[0, 1, 5], [2, 3, 4], [3, 6, 7]])  # 8 experts over 4 ranks:
 
 def test_dedup_sends_one_row_per_token_and_destination_rank() -> None:
     handle, placement = layout(IDS, 8, 4)
-    assert handle.send_splits == [1, 2, 2, 1]
+    assert handle.sent.splits == [1, 2, 2, 1]
     assert handle.tokens.source.tolist() == [0, 1, 2, 0, 1, 2]
     assert handle.tokens.places.tolist() == [[0, 3, -1], [1, 4, -1], [2, 5, -1]]
-    assert handle.choice_of_slot.tolist() == [[0, 1], [3, 4], [6, -1], [2, -1], [5, -1], [7, 8]]
-    assert handle.slot_of_choice.tolist() == [[0, 1, 6], [2, 3, 8], [4, 10, 11]]
+    assert handle.sent.choice_of_slot.tolist() == [[0, 1], [3, 4], [6, -1], [2, -1], [5, -1], [7, 8]]
+    assert handle.sent.slot_of_choice.tolist() == [[0, 1, 6], [2, 3, 8], [4, 10, 11]]
     weights = torch.arange(1.0, 10.0).view(3, 3)
     rows = pack_rows(torch.tensor([[10.0], [20.0], [30.0]]), IDS, weights, placement, handle)
     assert rows.x.flatten().tolist() == [10, 20, 30, 10, 20, 30]
@@ -67,7 +68,7 @@ def test_dedup_sends_one_row_per_token_and_destination_rank() -> None:
 
 def test_exact_sends_one_row_per_token_and_expert() -> None:
     handle, placement = layout(IDS, 8, 4, exact=True)
-    assert handle.send_splits == [2, 3, 2, 2]
+    assert handle.sent.splits == [2, 3, 2, 2]
     assert handle.tokens.source.tolist() == [0, 0, 1, 1, 2, 0, 1, 2, 2]
     assert handle.tokens.places.tolist() == [[0, 1, 5], [2, 3, 6], [4, 7, 8]]
     rows = pack_rows(torch.zeros(3, 1), IDS, torch.arange(9.0).view(3, 3), placement, handle)
@@ -78,7 +79,7 @@ def test_exact_sends_one_row_per_token_and_expert() -> None:
 def test_one_rank_copies_nothing() -> None:
     placement = ExpertPlacement(8)
     communicator: Any = Alone(1)
-    assert plan(IDS, placement, communicator, communicator) is None
+    assert plan(IDS, placement, Links(communicator, communicator)) is None
     x, weights = torch.zeros(3, 4), torch.ones(3, 3)
     rows = dispatch_wait(dispatch_start(pack_rows(x, IDS, weights, placement, None), None))
     assert rows.x is x and rows.weights is weights
@@ -91,7 +92,7 @@ def test_rows_per_token_of_random_top_8_of_256(ranks: int, expected: float) -> N
     handle, _ = layout(random_choice(T, 256, 8), 256, ranks)
     rows_per_token = (handle.tokens.places >= 0).sum(dim=1).double()
     error = rows_per_token.std().item() / T**0.5
-    assert sum(handle.send_splits) == rows_per_token.sum()
+    assert sum(handle.sent.splits) == rows_per_token.sum()
     assert rows_per_token.mean().item() == pytest.approx(expected, abs=4 * error)
     assert 4 * error < 0.03
 
@@ -103,20 +104,18 @@ def test_the_index_maps_are_each_others_inverses(shape: tuple[int, int, int, int
     T, E, K, ranks = shape
     ids = random_choice(T, E, K)
     placement = ExpertPlacement(E, ranks, tuple(i % ranks for i in range(E)) if moved else None)
-    if not exact:
-        ids, _ = placement.by_rank(ids, torch.ones(T, K))
     handle, _ = layout(ids, E, ranks, exact, placement)
     places, source = handle.tokens.places, handle.tokens.source
-    assert sum(handle.send_splits) == len(source) == (places >= 0).sum()
+    assert sum(handle.sent.splits) == len(source) == (places >= 0).sum()
     for t in range(T):
         mine = [p for p in places[t].tolist() if p >= 0]
         assert all(source[p] == t for p in mine)
         assert mine == sorted(mine) or (exact and moved)  # in the order of experts, which is not that of ranks then
         assert len(mine) == (K if exact else len(set(placement.rank_of(ids[t]).tolist())))
     choices = torch.arange(T * K).view(T, K)
-    assert torch.equal(handle.choice_of_slot.flatten()[handle.slot_of_choice], choices)
-    assert (handle.choice_of_slot >= 0).sum() == T * K
-    destination = torch.repeat_interleave(torch.arange(ranks), torch.tensor(handle.send_splits))
+    assert torch.equal(handle.sent.choice_of_slot.flatten()[handle.sent.slot_of_choice], choices)
+    assert (handle.sent.choice_of_slot >= 0).sum() == T * K
+    destination = torch.repeat_interleave(torch.arange(ranks), torch.tensor(handle.sent.splits))
     rows = pack_rows(torch.zeros(T, 2), ids, torch.ones(T, K), placement, handle)
     for row, rank in enumerate(destination.tolist()):
         held = placement.experts_of(rank)
@@ -137,3 +136,23 @@ def test_backward_returns_rows_and_weights_by_the_same_handle() -> None:
         return combine_wait(combine_start(out, handle))
 
     assert torch.autograd.gradcheck(there_and_back, (x, weights))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_masked_choices_go_nowhere(exact: bool) -> None:
+    """A choice of -1, also between others of its rank, has no row of its own, no slot and no gradient."""
+    ids = torch.tensor([[0, -1, 1], [-1, -1, -1], [-1, 2, 7], [3, 6, -1]])
+    handle, placement = layout(ids, 8, 4, exact)
+    assert handle.sent.splits == ([2, 2, 0, 2] if exact else [1, 2, 0, 2])
+    assert handle.sent.slot_of_choice[ids < 0].tolist() == [-1] * 6
+    weights = torch.arange(1.0, 13.0).view(4, 3).requires_grad_()
+    x = torch.randn(4, 5, requires_grad=True)
+    rows = pack_rows(x, ids, weights, placement, handle)
+    if not exact:
+        assert rows.local_ids.tolist() == [[0, 1], [0, -1], [1, -1], [1, -1], [0, -1]]
+        assert rows.weights.tolist() == [[1, 3], [8, 0], [10, 0], [9, 0], [11, 0]]
+    (rows.x.sum() + rows.weights.sum()).backward()
+    assert weights.grad is not None and weights.grad.tolist() == (ids >= 0).float().tolist()
+    assert x.grad is not None and x.grad[1].tolist() == [0.0] * 5
+    local = pack_rows(x, ids, weights, ExpertPlacement(8), None)
+    assert local.local_ids.tolist() == ids.tolist()

@@ -194,7 +194,9 @@ def test_phases_in_a_row_are_the_forward() -> None:
     x = tokens(2, 8, 24, dtype=torch.float32)
     flat = x.view(-1, 24)
     packed = layer.pack(flat, (2, 8))
-    rows, shared = layer.compute(flat, layer.dispatch_wait(layer.dispatch_start(packed)))
+    pending = layer.dispatch_start(packed)
+    shared = layer.compute_shared(flat)
+    rows = layer.compute(layer.dispatch_wait(pending))
     out = layer.combine_wait(layer.combine_start(rows, packed)) + shared
     expected, aux = layer(x, return_aux=True)
     assert torch.equal(out.view(2, 8, 24), expected)

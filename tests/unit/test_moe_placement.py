@@ -33,16 +33,3 @@ def test_ranks_with_unequal_shares_are_refused() -> None:
         ExpertPlacement(4, 2, (0, 0, 0, 1))
     with pytest.raises(ValueError, match="needed on each"):
         ExpertPlacement(4, 2, (0, 0, 2, 2))
-
-
-def test_choices_are_put_in_the_order_of_ranks_with_their_weights() -> None:
-    placement = ExpertPlacement(9, 3, MOVED)
-    ids = torch.tensor([[0, 1, 4, 6], [3, 4, 5, 8]])
-    weights = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], requires_grad=True)
-    ordered, moved = placement.by_rank(ids, weights)
-    assert ordered.tolist() == [[1, 6, 0, 4], [3, 4, 5, 8]]
-    assert torch.equal(moved, torch.tensor([[0.2, 0.4, 0.1, 0.3], [0.5, 0.6, 0.7, 0.8]]))
-    (moved * torch.arange(8.0).view(2, 4)).sum().backward()
-    assert weights.grad is not None and weights.grad.tolist() == [[2, 0, 3, 1], [4, 5, 6, 7]]
-    empty = placement.by_rank(ids[:0], weights[:0])
-    assert [each.shape for each in empty] == [(0, 4), (0, 4)]

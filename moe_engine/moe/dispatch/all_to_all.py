@@ -1,0 +1,74 @@
+"""Rows by one all-to-all among all ranks of the group: a row for each (token, rank)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_engine.distributed.collectives import Pending
+from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
+from moe_engine.moe.dispatch.links import Journey, Links
+from moe_engine.moe.dispatch.rows import join_slots, plan_rows, split_slots
+from moe_engine.moe.placement import ExpertPlacement
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AllToAllHandle(DispatchHandle):
+    """local_ids of the choices [T, K]; received: the pending exchange of counts, [ranks, 1]."""
+
+    local_ids: Tensor
+    received: Pending
+
+    @cached_property
+    def recv_splits(self) -> list[int]:
+        """Rows from each rank (waits for the exchange of counts)."""
+        splits: list[int] = self.received.wait()[:, 0].tolist()
+        return splits
+
+    def ids_on_wire(self) -> Tensor:
+        return self.local_ids
+
+    def send_slots(self, ids: Tensor, weights: Tensor) -> Journey[Slots]:
+        return self._there(join_slots(ids, weights), "dispatch slots", lambda got: split_slots(got, weights.dtype))
+
+    def send(self, x: Tensor, what: str) -> Journey[Tensor]:
+        return self._there(x, what, _same)
+
+    def send_back(self, x: Tensor, what: str) -> Journey[Tensor]:
+        return self._back(x, what)
+
+    def send_slots_back(self, d_weights: Tensor) -> Journey[Tensor]:
+        return self._back(d_weights, "dispatch slots backward")
+
+    def _there(self, x: Tensor, what: str, finish: Callable[[Tensor], T]) -> Journey[T]:
+        splits = self.sent.splits, self.recv_splits
+        return Journey(self.links.rows.all_to_all(x, *splits, f"{self.label} {what}"), finish)
+
+    def _back(self, x: Tensor, what: str) -> Journey[Tensor]:
+        splits = self.recv_splits, self.sent.splits
+        return Journey(self.links.rows.all_to_all(x, *splits, f"{self.label} {what}"), _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@torch.no_grad()
+def plan_all_to_all(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str) -> AllToAllHandle:
+    """Lay out the rows of `expert_ids` [T, K] and start the exchange of counts."""
+    masked = expert_ids < 0
+    ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
+    slots = 1 if links.exact else min(expert_ids.shape[1], placement.num_local)
+    sent = plan_rows(ranks, links.size, slots, links.exact)
+    counts = torch.tensor(sent.splits, device=expert_ids.device)[:, None]
+    once = [1] * links.size
+    received = links.counts.all_to_all(counts, once, once, f"{label} counts")
+    local_ids = placement.local_id(expert_ids).masked_fill(masked, -1)
+    return AllToAllHandle(links, label, sent, local_ids, received)

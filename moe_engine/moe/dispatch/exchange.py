@@ -1,0 +1,199 @@
+"""Exchanges of rows, each a start and a wait, forward and backward.
+
+There are two sets of functions for the two who call them. Under ordinary autograd `dispatch_wait` and `combine_arrive`
+record what their backwards have to send. An executor that runs a graph in pieces detaches what these return, and
+starts the exchanges of the backward itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.moe.dispatch.all_to_all import plan_all_to_all
+from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
+from moe_engine.moe.dispatch.links import Journey, Links
+from moe_engine.moe.placement import ExpertPlacement
+from moe_engine.ops.permute import permute, permute_stand_in, unpermute
+from moe_engine.ops.row_bytes import decode, encode
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows and what their experts are: x [R, D]; local_ids [R, k] int32, the expert's index on the rank that
+    computes, ascending, -1 for an unused slot; weights [R, k] fp32 (fp64 in an fp64 model), 0 for an unused slot.
+
+    message: of rows that are to travel in fp8, their bytes (`ops.row_bytes`); x then only stands for them in autograd.
+    """
+
+    x: Tensor
+    local_ids: Tensor
+    weights: Tensor
+    message: Tensor | None = None
+
+
+def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str = "") -> DispatchHandle | None:
+    """Lay out the rows of `expert_ids` [T, K] (ascending in each row, -1 for a masked choice) and start the exchange
+    of counts.
+
+    None where nothing needs to be laid out: with one rank the rows are the tokens themselves. `label` goes into the
+    collective log.
+    """
+    if links.size == 1 and not links.fp8:
+        return None
+    return plan_all_to_all(expert_ids, placement, links, label)
+
+
+def pack_rows(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, placement: ExpertPlacement, handle: DispatchHandle | None
+) -> Rows:
+    """The rows to send: x [T, D], expert_ids and expert_weights [T, K]."""
+    if handle is None:
+        local_ids = placement.local_id(expert_ids).masked_fill(expert_ids < 0, -1)
+        return Rows(x, local_ids.to(torch.int32), expert_weights)
+    local_ids, weights = handle.sent.pack_ids(handle.ids_on_wire()), handle.sent.pack_weights(expert_weights)
+    if not handle.links.fp8:
+        return Rows(permute(x, handle.tokens), local_ids, weights)
+    message = permute(encode(x), handle.tokens)
+    return Rows(permute_stand_in(x, handle.tokens), local_ids, weights, message)
+
+
+@dataclass(frozen=True)
+class PendingDispatch:
+    """A dispatch on its way."""
+
+    rows: Rows
+    handle: DispatchHandle | None
+    x: Journey[Tensor] | None = None
+    slots: Journey[Slots] | None = None
+
+    def advance(self) -> None:
+        """Stand still until all of it is started."""
+        if self.x is not None and self.slots is not None:
+            self.slots.advance()
+            self.x.advance()
+
+
+@dataclass(frozen=True)
+class PendingCombine:
+    """A combine on its way."""
+
+    x: Tensor
+    handle: DispatchHandle | None
+    sent: Journey[Tensor] | None = None
+
+    def advance(self) -> None:
+        """Stand still until all of it is started."""
+        if self.sent is not None:
+            self.sent.advance()
+
+
+def dispatch_start(rows: Rows, handle: DispatchHandle | None) -> PendingDispatch:
+    """Start sending packed rows to their experts; they must stay unchanged until the wait."""
+    if handle is None:
+        return PendingDispatch(rows, None)
+    slots = handle.send_slots(rows.local_ids, rows.weights)
+    if rows.message is None:
+        return PendingDispatch(rows, handle, handle.send(rows.x, "dispatch x"), slots)
+    return PendingDispatch(rows, handle, _decoded(handle.send(rows.message, "dispatch x"), rows.x), slots)
+
+
+def _decoded(journey: Journey[Tensor], like: Tensor) -> Journey[Tensor]:
+    """The numbers in a message that is on its way."""
+    dim, dtype = like.shape[1], like.dtype
+    return journey.then(lambda message: decode(message, dim, dtype))
+
+
+def dispatch_wait(pending: PendingDispatch) -> Rows:
+    """The rows that arrived for this rank's experts, [R, D] and [R, k], in the order (source rank, token)."""
+    if pending.slots is None:
+        return pending.rows
+    local_ids, arrived = pending.slots.wait()
+    x, weights = _Dispatch.apply(pending.rows.x, pending.rows.weights, arrived, pending)
+    return Rows(x, local_ids, weights)
+
+
+def combine_start(x: Tensor, handle: DispatchHandle | None) -> PendingCombine:
+    """Start sending the experts' output rows [R, D] back; they must stay unchanged until the wait."""
+    return PendingCombine(x, handle, None if handle is None else handle.send_back(x, "combine"))
+
+
+def combine_arrive(pending: PendingCombine) -> Tensor:
+    """The rows that came back [R_sent, D], not summed."""
+    if pending.handle is None:
+        return pending.x
+    rows: Tensor = _Combine.apply(pending.x, pending)
+    return rows
+
+
+def sum_rows(rows: Tensor, handle: DispatchHandle | None) -> Tensor:
+    """Routed output [T, D]: each token's rows summed in fp32 in the order of ranks (exact: of experts)."""
+    return rows if handle is None else unpermute(rows, handle.tokens)
+
+
+def combine_wait(pending: PendingCombine) -> Tensor:
+    """Wait for the rows and sum them."""
+    return sum_rows(combine_arrive(pending), pending.handle)
+
+
+@dataclass(frozen=True)
+class PendingGradients:
+    """The gradients of dispatched rows on their way back to their tokens."""
+
+    x: Journey[Tensor]
+    weights: Journey[Tensor]
+
+    def advance(self) -> None:
+        """Stand still until all of it is started."""
+        self.x.advance()
+        self.weights.advance()
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """(d_x [R_sent, D], d_weights [R_sent, k])."""
+        return self.x.wait(), self.weights.wait()
+
+
+def dispatch_backward_start(d_x: Tensor, d_weights: Tensor, handle: DispatchHandle) -> PendingGradients:
+    """Start sending the gradients of arrived rows, d_x [R, D] and d_weights [R, k], back: no autograd."""
+    return PendingGradients(handle.send_back(d_x, "dispatch x backward"), handle.send_slots_back(d_weights))
+
+
+def combine_backward_start(d_rows: Tensor, handle: DispatchHandle) -> Journey[Tensor]:
+    """Start sending the gradients of the rows that came back, [R_sent, D], to their experts: no autograd."""
+    if not handle.links.fp8:
+        return handle.send(d_rows, "combine backward")
+    return _decoded(handle.send(encode(d_rows, gradient=True), "combine backward"), d_rows)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Communication only: forward waits for what was started, backward sends both gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, arrived: Tensor, pending: PendingDispatch
+    ) -> tuple[Tensor, Tensor]:
+        assert pending.x is not None
+        ctx.handle = pending.handle
+        return pending.x.wait(), arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        d_x, d_weights = dispatch_backward_start(grads[0], grads[1], ctx.handle).wait()
+        return d_x, d_weights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Communication only: forward waits for what was started, backward sends the gradient to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: PendingCombine) -> Tensor:
+        assert pending.sent is not None
+        ctx.handle = pending.handle
+        return pending.sent.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return combine_backward_start(grads[0], ctx.handle).wait(), None

@@ -1,0 +1,51 @@
+"""What all ways to the experts have in common: the handle of one micro-batch's exchanges."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_engine.moe.dispatch.links import Journey, Links
+from moe_engine.moe.dispatch.rows import RowPlan
+from moe_engine.ops.permute import RowMap
+
+Slots = tuple[Tensor, Tensor]  # ids [N, k] int32, weights [N, k]
+
+
+@dataclass(frozen=True)
+class DispatchHandle(ABC):
+    """The way of one micro-batch's tokens over the wire, the same for both directions and their backwards.
+
+    sent: the rows [N] that leave this rank; arriving ones are [R, …]. label: for the collective log.
+    """
+
+    links: Links
+    label: str
+    sent: RowPlan
+
+    @property
+    def tokens(self) -> RowMap:
+        """From tokens to the rows that are sent."""
+        return self.sent.tokens
+
+    @abstractmethod
+    def ids_on_wire(self) -> Tensor:
+        """What the rows' slots say of each choice [T, K], -1 of a masked one."""
+
+    @abstractmethod
+    def send_slots(self, ids: Tensor, weights: Tensor) -> Journey[Slots]:
+        """Start sending slots [N, k] to the experts: [R, k] each, ids being those of the rank that computes."""
+
+    @abstractmethod
+    def send(self, x: Tensor, what: str) -> Journey[Tensor]:
+        """Start sending rows [N, …] to their experts: [R, …] in the order (source rank, token)."""
+
+    @abstractmethod
+    def send_back(self, x: Tensor, what: str) -> Journey[Tensor]:
+        """Start sending rows [R, D] back to where their tokens are: [N, D]."""
+
+    @abstractmethod
+    def send_slots_back(self, d_weights: Tensor) -> Journey[Tensor]:
+        """Start sending the gradients of slots' weights [R, k] back: [N, k]."""

@@ -1,0 +1,71 @@
+"""A rank's ways to the experts of its group, and a message on such a way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from moe_engine.distributed.collectives import Communicator, Pending
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Links:
+    """Communicators of one expert-parallel group, and how rows use them.
+
+    rows, counts: all ranks of the group, for rows and for their numbers (the same one, where there is no other);
+    exact: a row per (token, expert) in place of one per (token, rank);
+    fp8: rows go to the experts in fp8, and so do the gradients of what came back; with one rank, too, so that numbers
+    do not depend on the layout. What the experts made and the gradients of rows return as they are.
+    """
+
+    rows: Communicator
+    counts: Communicator
+    exact: bool = False
+    fp8: bool = False
+
+    @classmethod
+    def alone(cls) -> Links:
+        """All experts on this rank."""
+        alone = Communicator.alone()
+        return cls(alone, alone)
+
+    @property
+    def size(self) -> int:
+        return self.rows.size
+
+
+class Journey(Generic[T]):
+    """A message on its way: `wait()` gives what came of it, and may be called again.
+
+    first: what is started; second: starts the next exchange with the result of the first, on a way of two hops;
+    finish: makes of the last result what is wanted.
+    """
+
+    def __init__(
+        self, first: Pending, finish: Callable[[Tensor], T], second: Callable[[Tensor], Pending] | None = None
+    ) -> None:
+        self._pending, self._finish, self._second = first, finish, second
+        self._done: list[T] = []
+
+    def then(self, finish: Callable[[T], U]) -> Journey[U]:
+        """This journey, with something more to make of its result."""
+        before = self._finish
+        return Journey(self._pending, lambda x: finish(before(x)), self._second)
+
+    def advance(self) -> None:
+        """Stand still until the last hop can be started, and start it."""
+        if self._second is not None:
+            second, self._second = self._second, None
+            self._pending = second(self._pending.wait())
+
+    def wait(self) -> T:
+        if not self._done:
+            self.advance()
+            self._done.append(self._finish(self._pending.wait()))
+        return self._done[0]
