@@ -18,6 +18,7 @@ from moe_engine.model.batch import Batch
 from moe_engine.model.core_attention import core_attention
 from moe_engine.model.layers import RMSNorm
 from moe_engine.model.rope import angles, rotate, score_growth
+from moe_engine.ops.attention import Visible, whole_rows
 from moe_engine.ops.linear import Linear
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -27,14 +28,14 @@ from moe_engine.ops.wgrad_queue import WgradQueue
 class SequenceContext:
     """What every layer needs to know of a micro-batch's rows, made once per micro-batch and stage.
 
-    cos, sin [B, S, 1, rope/2]: rotary angles; allowed [B, 1, S, S] bool or None: which keys a query may see
-    (None: all earlier ones); token_mask [T] bool or None: False for padding.
+    cos, sin [B, S, 1, rope/2]: rotary angles; visible: which keys a query sees; token_mask [T] bool or None: False for
+    padding.
     """
 
     shape: tuple[int, int]
     cos: Tensor
     sin: Tensor
-    allowed: Tensor | None
+    visible: Visible
     token_mask: Tensor | None
 
 
@@ -46,22 +47,17 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
         shape=batch.shape,
         cos=cos,
         sin=sin,
-        allowed=_document_mask(batch.document_ids, batch.token_mask),
+        visible=_visible(batch.document_ids, batch.token_mask),
         token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
     )
 
 
-def _document_mask(document_ids: Tensor, token_mask: Tensor | None) -> Tensor | None:
-    """Causal and within one document: [B, 1, S, S] bool; None when every row is one document.
-
-    Padding, wherever it stands, is a document of its own.
-    """
+def _visible(document_ids: Tensor, token_mask: Tensor | None) -> Visible:
+    """Causal and within one document. Padding, wherever it stands, is a document of its own."""
     if token_mask is not None:
         document_ids = document_ids.where(token_mask, -1)
-    if bool((document_ids == document_ids[:, :1]).all()):
-        return None
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
+    one = bool((document_ids == document_ids[:, :1]).all())
+    return whole_rows(document_ids.shape[1], None if one else document_ids, document_ids.device)
 
 
 class LatentAttention(nn.Module):
@@ -95,8 +91,7 @@ class LatentAttention(nn.Module):
         scale = q.shape[-1] ** -0.5 * score_growth(self.model)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-            return y.transpose(1, 2).flatten(2).flatten(0, 1)  # [T, H * v]
+            return core_attention(q, k, v, context.visible, scale).flatten(2).flatten(0, 1)  # [T, H * v]
 
         return self.out(segment(segments, "attention", attend, q, k, v), queue)
 
@@ -165,8 +160,7 @@ class GroupedAttention(nn.Module):
         scale = self.model.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            y = core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.allowed, scale)
-            return y.transpose(1, 2).flatten(2).flatten(0, 1)  # [T, H * head_dim]
+            return core_attention(q, k, v, context.visible, scale).flatten(2).flatten(0, 1)  # [T, H * head_dim]
 
         return self.out(segment(segments, "attention", attend, q, k, v), queue)
 

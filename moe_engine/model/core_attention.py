@@ -1,27 +1,81 @@
-"""softmax(QK^T)V: the core that every kind of attention shares, and the one place that picks it by device."""
+"""softmax(QK^T)V: the core that every kind of attention shares, and the one place that picks it by device.
+
+A CPU runs the blocked attention of `ops.attention`, whatever is visible. On a GPU, libraries' fused kernels: rows of
+one document each go to FlashAttention-3 where it is installed and the GPU is a Hopper, else to torch's scaled dot
+product attention; packed documents to FlexAttention, which skips blocks that see nothing as well.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.ops.attention import causal_attention
-
-# Up to this length keeping the softmax for backward beats torch's CPU flash path, which makes it again.
-BLOCKED_ATTENTION_LENGTH = 512
+from moe_engine.ops.attention import Visible, attention
 
 
-def core_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale * q k^T) v over the allowed keys: q [B, H, S, d], k [B, G, S, d], v [B, G, S, e] -> [B, H, S, e].
+def core_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+    """softmax(scale * q k^T) v over the visible keys: q [B, S, H, d], k [B, S, G, d], v [B, S, G, e] -> [B, S, H, e].
 
-    G divides H: head g of keys and values serves the queries of heads g H/G … (g+1) H/G - 1. `allowed` [B, 1, S, S]
-    bool and False above the diagonal, or None for plain causal attention.
+    G divides H: head g of keys and values serves the queries of heads g H/G … (g+1) H/G - 1.
     """
-    if q.device.type == "cpu" and q.shape[2] <= BLOCKED_ATTENTION_LENGTH:
-        return causal_attention(q, k, v, allowed, scale)
-    # The fused paths want equal head sizes: v is padded and the padding cut off again.
+    if not q.is_cuda:
+        return attention(q, k, v, visible, scale)[0]
+    if not visible.whole_causal:
+        return _flex(q, k, v, visible, scale)
+    if torch.cuda.get_device_capability(q.device)[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
+        return _flash3(q, k, v, scale)
+    return _fused(q, k, v, scale)
+
+
+def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    from flash_attn_interface import flash_attn_func
+
+    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+    y: Tensor = out[0] if isinstance(out, tuple) else out  # some versions give the log-sum-exp too
+    return y
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """torch's, whose fused paths want equal head sizes: v is padded and the padding cut off again."""
     padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
-    y = F.scaled_dot_product_attention(
-        q, k, padded, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
-    )
-    return y[..., : v.shape[-1]]
+    q, k, padded = (x.transpose(1, 2) for x in (q, k, padded))
+    y = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+    return y.transpose(1, 2)[..., : v.shape[-1]]
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows = None if visible.q_documents is None else q.shape[0]
+    mask = create_block_mask(_seen(visible), rows, None, q.shape[1], k.shape[1], device=str(q.device))
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    y: Tensor = _compiled_flex()(*heads_first, block_mask=mask, scale=scale, enable_gqa=k.shape[2] < q.shape[2])
+    return y.transpose(1, 2)
+
+
+def _seen(visible: Visible) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether in row b query i sees key j, as FlexAttention asks."""
+    q_places, k_places = visible.q_places, visible.k_places
+    q_documents, k_documents = visible.q_documents, visible.k_documents
+
+    def seen(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        found = k_places[j] <= q_places[i] if visible.causal else j >= 0
+        if q_documents is not None and k_documents is not None:
+            found = found & (q_documents[b, i] == k_documents[b, j])
+        return found
+
+    return seen
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    """FlexAttention is a kernel only when compiled; else it makes all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)

@@ -10,35 +10,36 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.schema import ModelConfig
-from moe_engine.model.core_attention import BLOCKED_ATTENTION_LENGTH, core_attention
+from moe_engine.model.core_attention import core_attention
 from moe_engine.model.rope import angles, frequencies, rotate, score_growth
+from moe_engine.ops.attention import KEY_TILE, whole_rows
 
-LONG = BLOCKED_ATTENTION_LENGTH + 88
+LONG = KEY_TILE + 88
 
 
-def documents_mask(S: int, border: int) -> Tensor:
+def two_documents(S: int, border: int) -> Tensor:
     """Two rows: one document, and two with a border."""
     ids = torch.zeros(2, S, dtype=torch.int64)
     ids[1, border:] = 1
-    return (ids[:, None, :, None] == ids[:, None, None, :]).tril()
+    return ids
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("S", [5, 40, LONG])
 def test_shared_keys_equal_copied_keys(S: int, kv_heads: int, masked: bool) -> None:
-    """Output and gradients; in fp64, against a softmax written out, on both paths."""
+    """Output and gradients; in fp64, against a softmax written out."""
     chance = torch.Generator().manual_seed(1)
-    q, d_out = (torch.randn(2, 6, S, 10, generator=chance, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(2, kv_heads, S, 10, generator=chance, dtype=torch.float64) for _ in range(2))
-    allowed = documents_mask(S, S // 2) if masked else None
+    q, d_out = (torch.randn(2, S, 6, 10, generator=chance, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, S, kv_heads, 10, generator=chance, dtype=torch.float64) for _ in range(2))
+    documents = two_documents(S, S // 2) if masked else torch.zeros(2, S)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    found = core_attention(q, k, v, allowed, 0.3)
+    found = core_attention(q, k, v, whole_rows(S, documents if masked else None), 0.3)
     gradients = torch.autograd.grad(found, leaves, d_out)
-    seen = allowed if masked else torch.ones(S, S, dtype=torch.bool).tril()
-    keys, values = (x.repeat_interleave(6 // kv_heads, dim=1) for x in (k, v))
-    weights = (0.3 * q @ keys.mT).masked_fill(~seen, -math.inf).softmax(dim=-1)
-    expected = weights @ values
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    keys, values = (x.repeat_interleave(6 // kv_heads, dim=2).transpose(1, 2) for x in (k, v))
+    weights = (0.3 * q.transpose(1, 2) @ keys.mT).masked_fill(~seen, -math.inf).softmax(dim=-1)
+    expected = (weights @ values).transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     for gradient, right in zip(gradients, torch.autograd.grad(expected, leaves, d_out), strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-11)
