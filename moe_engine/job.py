@@ -23,6 +23,7 @@ from moe_engine.data.batches import PackedDataset, micro_batches
 from moe_engine.data.corpus import Corpus, prepare_text
 from moe_engine.distributed import groups
 from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.expert_load import LoadHistory
 from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, progress, shown
 from moe_engine.model.batch import Batch
 from moe_engine.pipeline.generate import generate
@@ -60,8 +61,12 @@ class Job:
         self.checkpoints = path / "checkpoints"
         self._set_weights()
         self.folder = RunFolder(path) if rank == 0 else None
+        self.load_history = LoadHistory(
+            path / "expert_load.safetensors", self.trainer.rebalancer.layers, config.model.num_experts
+        )
         if self.folder:
             self.folder.begin(to_yaml(config), self.trainer.steps_done)
+            self.load_history.begin(self.trainer.steps_done)
         dtype = getattr(torch, config.precision.compute)
         self.matrix_rate = measure_matrix_rate(self.world, dtype, device)
         self.step_flops = config.train.global_batch * sequence_flops(config.model, config.train.seq_len)
@@ -74,14 +79,21 @@ class Job:
             for step in range(self.trainer.steps_done, config.steps):
                 self._report(self._timed_step(step), bar)
                 if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0 and step + 1 < config.steps:
-                    self.trainer.save(self.checkpoints, self._data_meta())
-        checkpoint = self.trainer.save(self.checkpoints, self._data_meta())
+                    self._save()
+        checkpoint = self._save()
         summary = self._evaluate()
         if config.sample_tokens:
             summary["sample"] = self._sample()
         if self.folder:
-            self.folder.finish(summary)
+            self.folder.finish(summary, self.load_history)
             self._print_summary(summary, checkpoint)
+
+    def _save(self) -> Path:
+        """A checkpoint, and the loads up to it."""
+        saved = self.trainer.save(self.checkpoints, self._data_meta())
+        if self.folder:
+            self.folder.save_loads(self.load_history)
+        return saved
 
     def _prepare_text(self) -> Corpus:
         data = self.config.data
@@ -156,6 +168,7 @@ class Job:
         start = time.perf_counter()
         result = self.trainer.step(self._batches(step))
         metrics = self._metrics(step, result, time.perf_counter() - start)
+        self.load_history.add(step, result.expert_loads.counts)
         return replace(metrics, **self._traced(step)) if self.config.trace.enabled else metrics
 
     def _traced(self, step: int) -> dict[str, Any]:
@@ -188,13 +201,28 @@ class Job:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
-            expert_load_max_over_mean=result.expert_load_max_over_mean,
+            **self._balance(result),
             step_time_s=seconds,
             tokens_per_s=tokens / seconds,
             tokens_per_s_per_rank=tokens / seconds / self.world.size,
             model_tflops=self.step_flops / seconds / 1e12,
             mfu=mfu(self.step_flops, seconds, self.matrix_rate),
         )
+
+    def _balance(self, result: StepResult) -> dict[str, Any]:
+        """The figures of expert load, and of re-placement where there was one."""
+        loads, moved = result.expert_loads, result.rearranged
+        found: dict[str, Any] = {
+            "expert_load_max_over_mean": loads.expert_max_over_mean,
+            "rank_load_max_over_mean": loads.rank_max_over_mean,
+            "expert_load_entropy": loads.entropy,
+            "dead_experts": loads.dead_experts,
+            "expert_load_by_layer": dict(zip(loads.layers, loads.figures, strict=True)),
+        }
+        if moved is not None:
+            found |= {"experts_moved": moved.moved, "placement_s": moved.seconds}
+            found |= {"rank_load_before": moved.before, "rank_load_after": moved.after}
+        return found
 
     def _report(self, metrics: StepMetrics, bar: Progress) -> None:
         if not self.folder:

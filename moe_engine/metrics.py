@@ -6,6 +6,7 @@
                 trace.json, trace.svg   one step as it happened, with trace.enabled (see pipeline.trace)
                 tb/                TensorBoard
                 loss.png           loss over steps
+                expert_load.png    tokens by MoE layer and expert over steps; expert_load.safetensors: its numbers
                 checkpoints/       see checkpoint.store
 
 MFU is model FLOPs (causal half of attention counted, recompute not) over the matrix rate that this machine
@@ -20,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Communicator
+from moe_engine.expert_load import LoadFigures, LoadHistory
 
 PROBE_SECONDS = 0.5
 PROBE_SIZE = 512
@@ -42,8 +44,12 @@ class StepMetrics:
     """One line of metrics.jsonl. Losses in nats per valid target; rates are those of the whole job.
 
     tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s;
-    expert_load_max_over_mean: of the MoE layer where it is largest. Only with trace.enabled: pipeline_s, the pass over
-    all actions; bubble_per_rank, each rank's idle fraction of it; exposed_communication_s_per_rank, see pipeline.trace.
+    Of the MoE layer where they are worst: expert_load_max_over_mean, rank_load_max_over_mean and expert_load_entropy;
+    dead_experts: over all layers; expert_load_by_layer: these figures of each layer, see `expert_load.LoadFigures`.
+    Only in steps after which experts moved: experts_moved; rank_load_before and rank_load_after, the predicted
+    max/mean in the layer where it is largest; placement_s, what it took. Only with trace.enabled: pipeline_s, the pass
+    over all actions; bubble_per_rank, each rank's idle fraction of it; exposed_communication_s_per_rank, see
+    pipeline.trace.
     """
 
     step: int
@@ -58,18 +64,28 @@ class StepMetrics:
     grad_norm: float
     skipped: bool
     expert_load_max_over_mean: float
+    rank_load_max_over_mean: float
+    expert_load_entropy: float
+    dead_experts: int
+    expert_load_by_layer: dict[str, LoadFigures]
     step_time_s: float
     tokens_per_s: float
     tokens_per_s_per_rank: float
     model_tflops: float
     mfu: float
+    experts_moved: int | None = None
+    rank_load_before: float | None = None
+    rank_load_after: float | None = None
+    placement_s: float | None = None
     pipeline_s: float | None = None
     bubble_per_rank: list[float] | None = None
     exposed_communication_s_per_rank: list[float] | None = None
 
 
 TRACE_FIELDS = ("pipeline_s", "bubble_per_rank", "exposed_communication_s_per_rank")
-TIME_FIELDS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu", *TRACE_FIELDS)
+TIME_FIELDS = (
+    "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu", "placement_s", *TRACE_FIELDS
+)  # fmt: skip
 
 
 def measure_matrix_rate(world: Communicator, dtype: torch.dtype, device: torch.device) -> float:
@@ -142,19 +158,23 @@ class RunFolder:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and not needed by other ranks
 
             self._tensorboard = SummaryWriter(str(self.path / "tb"), purge_step=self._first_step)
-        for name, value in values.items():
-            if isinstance(value, list):
-                value = sum(value) / len(value)
+        for name, value in _scalars(values):
             if name != "step":
                 self._tensorboard.add_scalar(name, value, metrics.step)
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Close TensorBoard, draw loss.png and write summary.json."""
+    def save_loads(self, loads: LoadHistory) -> None:
+        """Keep the loads so far beside a checkpoint, for a resumed run to go on with."""
+        with self._writing():
+            loads.save()
+
+    def finish(self, summary: dict[str, Any], loads: LoadHistory) -> None:
+        """Close TensorBoard, draw loss.png and expert_load.png, and write summary.json."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         with self._writing():
             (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             draw_losses(self.history(), summary, self.path / "loss.png")
+            loads.draw(self.path / "expert_load.png")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -166,6 +186,15 @@ class RunFolder:
                 f"run.dir={self.path.parent}: cannot write {error.filename or self.path} ({error.strerror}); free some "
                 "space there, or use another folder, for example run.dir=/tmp/runs"
             ) from error
+
+
+def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line of metrics: a list by its mean, what is inside others with a path of names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", sum(value) / len(value) if isinstance(value, list) else value
 
 
 def draw_losses(history: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
@@ -221,5 +250,5 @@ def shown(metrics: StepMetrics) -> str:
     """The figures of a step as one short line."""
     return (
         f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  MFU {metrics.mfu:.1%}  "
-        f"expert load max/mean {metrics.expert_load_max_over_mean:.2f}"
+        f"expert load max/mean {metrics.expert_load_max_over_mean:.2f}, of ranks {metrics.rank_load_max_over_mean:.2f}"
     )

@@ -24,14 +24,16 @@ from moe_engine.config.load import to_yaml
 from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.distributed.groups import Groups, build_groups
+from moe_engine.expert_load import ExpertLoads, load_figures
 from moe_engine.layout import Layout, Placement, stages_of
 from moe_engine.model.batch import Batch, ItemCounts, count_items
-from moe_engine.model.names import named_parameters
+from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
 from moe_engine.moe.balance import update_expert_bias
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.random import normal
 from moe_engine.optim.lr import learning_rate
+from moe_engine.optim.rebalance import Rearranged, Rebalancer
 from moe_engine.optim.zero import ZeroOptimizer
 from moe_engine.pipeline.executor import Executor, StepSums
 from moe_engine.pipeline.trace import StepFigures, Trace, Tracer
@@ -62,7 +64,8 @@ class StepResult:
     grad_norm: float
     skipped: bool
     expert_counts: dict[str, Tensor]  # by MoE layer of this rank, [E] int64, over the whole global batch
-    expert_load_max_over_mean: float
+    expert_loads: ExpertLoads
+    rearranged: Rearranged | None  # where experts were due to move after this step
 
 
 def device_of_rank() -> torch.device:
@@ -93,9 +96,11 @@ class Trainer:
         self.micro_batches = config.train.global_batch // ((config.parallel.dp or 1) * config.train.micro_batch)
         self.groups = self._groups(rank, log)
         self.stages = self._stages()
-        self.named = named_parameters(self.stages.values(), self.groups.placement)
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)
+        self.rebalancer = Rebalancer(
+            config.moe.placement, config.model, self.groups, self.stages.values(), self.optimizer
+        )
         pipeline, pp = config.pipeline, config.parallel.pp
         order = pair.BLOCKING if device.type == "cpu" else pair.LAUNCHING
         self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, _synchronizer(device))
@@ -134,6 +139,11 @@ class Trainer:
             return torch.ones(end - start, dtype=dtype, device=self.device)
         std, seed = self.config.model.init_std, self.config.train.seed
         return normal((end - start,), std, name=name, seed=seed, first=start, dtype=dtype, device=self.device)
+
+    @property
+    def named(self) -> list[NamedParameter]:
+        """Every parameter of this rank with its global names: experts' names change when they move."""
+        return named_parameters(self.stages.values(), self.groups.placement)
 
     def moe_layers(self) -> dict[str, MoELayer]:
         """Every MoE layer of this rank by global name."""
@@ -190,6 +200,7 @@ class Trainer:
         loss, *mtp = self._mean_losses(sums, items)
         aux, z_loss = self.groups.world.all_reduce_sum(sums.aux, "aux losses").tolist()
         mtp_weight = self.config.train.mtp_loss_weight / max(len(mtp), 1)
+        loads = self._loads(counts)
         return StepResult(
             loss=loss,
             mtp_losses=tuple(mtp),
@@ -201,7 +212,8 @@ class Trainer:
             grad_norm=stats.grad_norm,
             skipped=stats.skipped,
             expert_counts=counts,
-            expert_load_max_over_mean=self._load_max_over_mean(counts),
+            expert_loads=loads,
+            rearranged=self._rearrange(loads),
         )
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -229,10 +241,26 @@ class Trainer:
             layer.router.num_tokens_per_expert.zero_()
         return totals
 
-    def _load_max_over_mean(self, counts: dict[str, Tensor]) -> float:
-        ratios = [int(c.max()) * len(c) / max(int(c.sum()), 1) for c in counts.values()]
-        largest = torch.tensor([max(ratios, default=0.0)], dtype=torch.float64, device=self.device)
-        return float(self.groups.world.all_reduce_max(largest, "expert load"))
+    def _loads(self, counts: dict[str, Tensor]) -> ExpertLoads:
+        """The loads of all layers of the model from those of this rank's layers."""
+        layers, placements = self.rebalancer.layers, self.rebalancer.placements
+        own = torch.zeros(len(layers), self.config.model.num_experts, dtype=torch.int64, device=self.device)
+        for i, name in enumerate(layers):
+            if name in counts:
+                own[i] = counts[name]
+        if layers:
+            own = self.groups.world.all_reduce_max(own, "expert loads")  # 0 on ranks without the layer
+        everywhere = own.cpu()
+        figures = (load_figures(row, placements[name]) for name, row in zip(layers, everywhere.tolist(), strict=True))
+        return ExpertLoads(tuple(layers), everywhere, tuple(figures))
+
+    def _rearrange(self, loads: ExpertLoads) -> Rearranged | None:
+        """Count a step's loads; where it is time, let them decide where experts go."""
+        every = self.config.moe.placement.every
+        if not every:
+            return None
+        self.rebalancer.observe(loads.counts)
+        return None if self.steps_done % every else self.rebalancer.rearrange()
 
     def _extras(self) -> dict[str, Tensor]:
         """State beside parameters: the balancing biases."""
@@ -245,6 +273,7 @@ class Trainer:
             "data": dict(data or {}),
             "tokens_seen": self.tokens_seen,
             "optimizer_steps": self.optimizer.state_steps,
+            "experts": self.rebalancer.state(),
             "config": to_yaml(self.config),
         }
         return store.save(
@@ -258,6 +287,8 @@ class Trainer:
         self.steps_done, self.tokens_seen = meta["step"], meta["tokens_seen"]
         self.optimizer.state_steps = meta["optimizer_steps"]
         self.optimizer.set_parameters_from_masters()
+        if "experts" in meta:
+            self.rebalancer.restore(meta["experts"])
         return meta
 
     def load_weights(self, path: Path) -> list[str]:

@@ -24,6 +24,7 @@ from moe_engine.config.schema import (
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
+    PlacementSection,
     PrecisionConfig,
     RecomputeConfig,
     TrainConfig,
@@ -67,6 +68,7 @@ class Case:
     model: str = "v3"  # a key of MODELS
     z_loss: bool = False
     wire: str = "model"
+    placement: int = 0  # experts move every so many steps
 
     @property
     def world(self) -> int:
@@ -83,6 +85,7 @@ class Case:
         words += [self.model] if self.model != "v3" else []
         words += ["z"] if self.z_loss else []
         words += [f"{self.wire} wire"] if self.wire != "model" else []
+        words += [f"placement{self.placement}"] if self.placement else []
         return "-".join([*words, self.precision])
 
 
@@ -137,6 +140,7 @@ def config_of(case: Case) -> Config:
             aux_loss_weight=0.01,
             z_loss_weight=0.01 * case.z_loss,
             bias_step=1e-3,
+            placement=PlacementSection(every=case.placement, least_gain=0.0),
         ),
         parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
         pipeline=PipelineConfig(overlap=case.overlap, schedule=case.schedule, virtual_stages=case.virtual_stages),
@@ -242,6 +246,7 @@ def _step(trainer: Trainer, case: Case, step: int) -> dict[str, Any]:
         "aux": result.aux_loss,
         "z": result.z_loss,
         "norm": result.grad_norm,
+        "moved": result.rearranged and result.rearranged.moved,
         "grad": raw,
         "counts": {(name, 0): (c.shape, c.clone()) for name, c in result.expert_counts.items()},
         "bias": {
@@ -337,6 +342,7 @@ def one_process(case: Case) -> Case:
         virtual_stages=1,
         micro_batch=case.rows,
         combine="dedup",
+        placement=0,
         recompute="none",
         stages=(),
     )

@@ -18,14 +18,18 @@ _FIELD = re.compile(r"    (?P<name>\w+): [^#]*?(?:#\s*(?P<comment>.*))?")
 
 
 def option_lines(schema: type, prefix: str = "") -> Iterator[str]:
-    """For each section of `schema` a heading, for each option `name=default` and its line."""
+    """For each section of `schema` a heading, for each option `name=default` and its line.
+
+    A section inside a section goes on under the same heading.
+    """
     hints = typing.get_type_hints(schema)
     comments = _comments(schema)
     for item in fields(schema):
         if is_dataclass(hints[item.name]):
             section = typing.cast(type, hints[item.name])
-            yield ""
-            yield f"{prefix}{item.name}: {_first_line(section)}"
+            if not prefix:
+                yield ""
+                yield f"{item.name}: {_first_line(section)}"
             yield from option_lines(section, f"{prefix}{item.name}.")
         else:
             default = item.default_factory() if item.default_factory is not MISSING else item.default

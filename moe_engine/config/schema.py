@@ -104,6 +104,14 @@ class MoEConfig:
 
 
 @dataclass
+class PlacementSection:
+    """Section `moe.placement`: experts move between ranks during training, so that the ranks' loads even out."""
+
+    every: int = 0  # steps between two re-placements, which go by the loads counted since the last one; 0: never
+    least_gain: float = 0.05  # a layer's experts move where this makes its busiest rank's load smaller by this share
+
+
+@dataclass
 class MoESection:
     """Section `moe`: how the experts of a run are balanced and reached."""
 
@@ -112,6 +120,7 @@ class MoESection:
     aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
     z_loss_weight: float = 0.0  # of the mean over tokens of logsumexp(router logits)^2, which keeps logits small
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
+    placement: PlacementSection = field(default_factory=PlacementSection)
 
 
 @dataclass

@@ -53,6 +53,7 @@ def validate(config: Config, world: int | None = None) -> None:
     _check_optim_and_data(rules)
     _check_train(rules)
     _check_layout(rules, world)
+    _check_placement(rules)
     _check_batch(rules, world)
     rules.finish()
 
@@ -256,6 +257,18 @@ def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
             f"must divide parallel.dp * parallel.cp = {replicas}; use parallel.ep={near}, "
             f"or parallel.dp={math.lcm(replicas, ep)}",
         )
+
+
+def _check_placement(rules: _Rules) -> None:
+    """Experts that move need ranks to move between, and more than one of them on a rank."""
+    every, gain, ep, experts = "moe.placement.every", "moe.placement.least_gain", "parallel.ep", "model.num_experts"
+    rules.at_least(0, every)
+    rules.fraction(0.05, gain)
+    if rules[every] and rules.sound(every, ep, experts) and rules[ep] in (1, rules[experts]):
+        where = "all experts are on one rank" if rules[ep] == 1 else "each rank has one expert"
+        others = [ranks for ranks in _divisors(rules[experts]) if 1 < ranks < rules[experts]]
+        use = f"{every}=0" + (f", or {ep}={others[0]}" if others else "")
+        rules.refuse(every, f"with {ep}={rules[ep]} {where}, and moving them evens out nothing; use {use}")
 
 
 def _check_batch(rules: _Rules, world: int | None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from moe_engine.config.schema import ModelConfig
 from moe_engine.layout import Placement
 
 
@@ -34,6 +35,12 @@ class NamedParameter:
     def is_matrix(self) -> bool:
         """A weight matrix (as opposed to a norm's scale)."""
         return self.parameter.dim() - self.expert >= 2
+
+
+def moe_layer_names(model: ModelConfig) -> list[str]:
+    """The global names of all MoE layers of a model, in its order."""
+    layers = [f"layers.{i}.moe" for i in range(model.num_dense_layers, model.num_layers)]
+    return layers + [f"mtp.{k}.block.moe" for k in range(model.mtp_depth)]
 
 
 def named_parameters(modules: Iterable[nn.Module], placement: Placement) -> list[NamedParameter]:

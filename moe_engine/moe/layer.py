@@ -125,6 +125,11 @@ class MoELayer(nn.Module):
         self.router.expert_bias.zero_()
         self.router.num_tokens_per_expert.zero_()
 
+    def place(self, placement: ExpertPlacement) -> None:
+        """The experts here are those of `placement` from now on; their parameters are the caller's to bring."""
+        self.placement = placement
+        self.experts.ids = tuple(placement.experts_of(self.ep.rank))
+
     def pack(
         self,
         x: Tensor,

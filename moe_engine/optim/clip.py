@@ -39,11 +39,15 @@ class GradientNorm:
     def __init__(self, owned: Sequence[tuple[str, int, int]], world: Communicator, device: torch.device) -> None:
         self.world, self.device = world, device
         self.numel = _numel_by_name(part for parts in world.gather_objects(list(owned)) for part in parts)
-        place = {name: i for i, name in enumerate(self.numel)}
-        self.places = torch.tensor([place[name] for name, _, _ in owned], dtype=torch.int64, device=device)
+        self.assign(owned)
         # Half the bits of a square's integer part: the elements themselves are scaled to below 2^half_bits.
         self.half_bits = [(SUM_BITS - (n - 1).bit_length()) // 2 for n in self.numel.values()]
         self.chunks = [CHUNK if n % CHUNK == 0 else 1 for n in self.numel.values()]
+
+    def assign(self, owned: Sequence[tuple[str, int, int]]) -> None:
+        """This rank owns these parts from now on: the world's together still make up each parameter once."""
+        place = {name: i for i, name in enumerate(self.numel)}
+        self.places = torch.tensor([place[name] for name, _, _ in owned], dtype=torch.int64, device=self.device)
 
     def __call__(self, gradients: Sequence[Tensor]) -> float:
         """The norm of `gradients`, the owned parts in the order of `owned`; inf when any element is inf or NaN."""

@@ -17,7 +17,7 @@ counts, so nothing is averaged), `step` (clip, AdamW on the shards, gather of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from moe_engine.distributed.groups import Groups
 from moe_engine.model.names import NamedParameter
 from moe_engine.optim.adamw import adamw
 from moe_engine.optim.clip import GradientNorm, clip_scale
+from moe_engine.optim.relocate import Move, Stacked, exchange
 
 # Parameters start, and shards are cut, at multiples of this many elements. Vectorised kernels may treat the elements
 # after the last full vector by other instructions; this way there are none, and no bit can depend on the layout.
@@ -185,6 +186,22 @@ class _Bucket:
             own = self.master[block].to(self.values.dtype)
             by_rank[:, block] = self.communicator.all_gather(own, "parameters").view(self.communicator.size, -1)
 
+    def move_experts(self, members: list[NamedParameter], moves: Mapping[int, Move], groups: Groups) -> bool:
+        """`ZeroOptimizer.move_experts` for this bucket, whose members become `members`; False: none of them moves."""
+        if not any(id(named.parameter) in moves for named in members):
+            return False
+        holders = members[0].holders
+        owners = [groups.layout.expert_ranks(place, holders) for place in range(groups.layout.ep)]
+        states = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        for named, offset in zip(members, self.offsets, strict=True):
+            move = moves.get(id(named.parameter))
+            if move is not None:
+                stacked = Stacked(offset, named.parameter[0].numel(), self.shard_size, owners)
+                exchange(states, list(stacked.pieces(move)), groups.dense[holders])
+        self.members = members
+        self.owned = list(self._find_owned())
+        return True
+
     def _blocks(self, size: int | None = None) -> Iterator[slice]:
         size = size or BLOCK
         for start in range(0, self.shard_size, size):
@@ -204,7 +221,7 @@ class ZeroOptimizer:
     def __init__(
         self, named: list[NamedParameter], groups: Groups, optim: OptimConfig, precision: PrecisionConfig
     ) -> None:
-        self.optim = optim
+        self.optim, self.groups = optim, groups
         self.state_steps = 0  # updates done: AdamW's step count, part of a checkpoint
         self._reduced = False
         self._buckets = _make_buckets(named, groups, optim, precision)
@@ -227,6 +244,20 @@ class ZeroOptimizer:
         """Gather the parameters anew; for after a checkpoint was loaded into `named_shards`."""
         for bucket in self._buckets:
             bucket.gather()
+
+    @torch.no_grad()
+    def move_experts(self, named: list[NamedParameter], moves: Mapping[int, Move]) -> None:
+        """Bring all states to where experts are to be, between two steps; gradients are used up.
+
+        named: all parameters, moved experts with their new names; moves: by the id of the stacked parameter, on every
+        rank that holds the layer. Parameters follow the masters.
+        """
+        by_parameter = {id(each.parameter): each for each in named}
+        for bucket in self._buckets:
+            if bucket.move_experts([by_parameter[id(old.parameter)] for old in bucket.members], moves, self.groups):
+                bucket.gather()
+        self._norm.assign([(o.name, o.end - o.start, o.shape.numel()) for b in self._buckets for o in b.owned])
+        self._reduced = False
 
     @torch.no_grad()
     def zero_grad(self) -> None:

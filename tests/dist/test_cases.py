@@ -192,7 +192,7 @@ def test_odd_batches_equal_the_plain_model_in_every_layout(layout: tuple[int, in
             assert counts.setdefault(name, count.tolist()) == count.tolist()
     assert counts == expected.counts
     ratios = [max(count) * len(count) / sum(count) for count in counts.values()]
-    assert {each["result"].expert_load_max_over_mean for each in found} == {max(ratios)}
+    assert {each["result"].expert_loads.expert_max_over_mean for each in found} == {max(ratios)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

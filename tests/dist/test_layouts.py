@@ -32,6 +32,7 @@ def truth(case: Case) -> Record:
 
 
 def assert_equal(case: Case, record: Record) -> None:
+    assert not case.placement or any(step["moved"] for step in record.steps), "no expert moved"
     worst = {key: value for key, value in differences(truth(case), record).items() if value > TOLERANCE[case.precision]}
     assert not worst, f"{case} differs from one process: {worst}"
 
@@ -67,9 +68,9 @@ FEW = [
     Case(pp=2, dp=2, ep=2, schedule="gpipe", combine="exact"),
     Case(pp=2, dp=2, ep=1, schedule="split_1f1b", padding=True),
     Case(pp=4, dp=1, tied=True, schedule="zbv"),
-    Case(pp=2, dp=4, ep=2, skew=True),
+    Case(pp=2, dp=4, ep=2, skew=True, placement=2),
     Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True),
-    Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", tied=True, padding=True, placement=2),
     Case(pp=4, dp=1, schedule="dualpipe", stages=("embedding", "3L", "1L+head", "mtp"), mtp_depth=2),
     Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact"),
@@ -173,6 +174,38 @@ def test_pairs_and_uneven_stages_equal_one_process(case: Case) -> None:
 def test_layout_equals_one_process_in_fp32() -> None:
     case = Case(pp=2, dp=2, ep=2, micro_batch=2, precision="fp32")
     assert_equal(case, run(case))
+
+
+def moving() -> list[Case]:
+    """Experts move between steps: over schedules, replicas, two holders, several stages a rank, uneven shards."""
+    return [
+        Case(dp=4, ep=4, placement=1, tied=True),
+        Case(dp=8, ep=2, placement=1, combine="exact"),
+        Case(pp=2, dp=4, ep=2, placement=1, schedule="dualpipe", skew=True),
+        Case(pp=4, dp=2, ep=2, placement=2, schedule="dualpipe", rows=16),
+        Case(pp=2, dp=2, ep=2, placement=1, schedule="zbv", recompute="full"),
+        Case(pp=2, dp=2, ep=2, placement=2, schedule="dualpipev", padding=True),
+        Case(pp=2, dp=2, ep=2, placement=2, schedule="interleaved_1f1b", virtual_stages=2, model="qwen3"),
+        Case(pp=2, dp=4, ep=4, placement=1, schedule="overlapped_1f1b", model="v3_yarn", z_loss=True),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", moving(), ids=str)
+def test_moving_experts_changes_no_mathematics(case: Case) -> None:
+    record = run(case)
+    assert_equal(case, record)
+    assert_same_order(record)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_moving_experts_changes_no_bit_with_exact_combine(precision: str) -> None:
+    """Losses, gradients, norms, biases, masters and moments."""
+    case = Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", precision=precision)
+    moved = run(replace(case, placement=1))
+    assert sum(step["moved"] for step in moved.steps) > 10
+    worst = differences(run(case), moved)
+    assert not any(worst.values()), worst
 
 
 def first_losses(case: Case) -> tuple[float, list[float]]:

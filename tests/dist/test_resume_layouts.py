@@ -11,7 +11,7 @@ from layouts import Case, differences, one_process, run
 BEFORE, AFTER = 2, 3
 LAYOUTS = [
     Case(),
-    Case(dp=2, ep=2),
+    Case(dp=2, ep=2, placement=2),
     Case(pp=2, dp=2, ep=1, schedule="dualpipe"),
     Case(pp=2, dp=4, ep=4, schedule="interleaved_1f1b", virtual_stages=2),
     Case(pp=4, dp=2, ep=2, schedule="zb_h1", stages=("embedding", "3L", "1L+head", "mtp"), recompute="selective"),
@@ -40,8 +40,11 @@ def test_every_checkpoint_goes_on_in_every_layout(saver: Case, loader: Case, tmp
     assert max(goes_on(saver, loader, tmp_path).values()) < 1e-10
 
 
-def test_going_on_in_the_same_layout_changes_no_bit(tmp_path: Path) -> None:
-    case = Case(pp=2, dp=2, ep=2, precision="bf16")
+@pytest.mark.parametrize("placement", [2, 3])
+def test_going_on_in_the_same_layout_changes_no_bit(placement: int, tmp_path: Path) -> None:
+    """Also with experts that moved before the checkpoint, or move after it by loads counted before and after."""
+    case = Case(pp=2, dp=2, ep=2, precision="bf16", placement=placement)
     whole = run(case)
+    assert any(step["moved"] for step in whole.steps)
     run(replace(case, steps=BEFORE), save_to=tmp_path)
     assert not any(differences(whole, run(replace(case, steps=AFTER), load_from=tmp_path), first=BEFORE).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ def make(**options: Any) -> Config:
     """The schema's defaults with options by their dotted name (`__` for the dot)."""
     config = Config()
     for name, value in options.items():
-        section, _, option = name.partition("__")
-        assert hasattr(getattr(config, section), option)
-        setattr(getattr(config, section), option, value)
+        section: Any = config
+        *sections, option = name.split("__")
+        for each in sections:
+            section = getattr(section, each)
+        assert hasattr(section, option)
+        setattr(section, option, value)
     return config
 
 
@@ -64,6 +68,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (
         {"model__qk_rope_head_dim": 15},
         "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16",
+    ),
+    ({"moe__placement__every": -1}, "moe.placement.every=-1: must be 0 or more, for example moe.placement.every=0"),
+    ({"moe__placement__least_gain": 1.5}, "moe.placement.least_gain=1.5: must be at least 0 and less than 1"),
+    (
+        {"moe__placement__every": 5},
+        "moe.placement.every=5: with parallel.ep=1 all experts are on one rank, and moving them evens out nothing; "
+        "use moe.placement.every=0, or parallel.ep=2",
+    ),
+    (
+        {"moe__placement__every": 5, "parallel__ep": 16, "train__global_batch": 64},
+        "moe.placement.every=5: with parallel.ep=16 each rank has one expert, and moving them evens out nothing",
     ),
     (
         {"model__vocab_size": 256},
@@ -228,15 +243,15 @@ def test_the_value_that_a_message_offers_works(options: dict[str, Any], message:
     """Every `section.option=value` after "use" or "for example" in a message mends the configuration by itself."""
     config = make(**options)
     line = problems(config)[0]
-    offer = re.search(r"(?:use|for example) (\w+)\.(\w+)=([^\s,;]+)", line)
+    offer = re.search(r"(?:use|for example) (\w+(?:\.\w+)*)\.(\w+)=([^\s,;]+)", line)
     if offer is None:  # a choice from a list, or a whole recipe (precision=fp32)
         assert "There are" in line or "there are" in line or "did you mean" in line or "use precision=" in line
         return
     section, option, text = offer.groups()
-    old = getattr(Config(), section)
+    old = attrgetter(section)(Config())
     kind = type(getattr(old, option)) if getattr(old, option) is not None else int
     values = {list: text.strip("[]").split(","), bool: text == "true"}
-    setattr(getattr(config, section), option, values[kind] if kind in values else kind(text))
+    setattr(attrgetter(section)(config), option, values[kind] if kind in values else kind(text))
     validate(config)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from moe_engine import metrics
 from moe_engine.distributed.collectives import Communicator
+from moe_engine.expert_load import LoadFigures, LoadHistory
 from moe_engine.metrics import RunFolder, StepMetrics, draw_losses, environment, measure_matrix_rate, shown
 
 
@@ -21,7 +22,9 @@ def line(step: int, loss: float = 2.5) -> StepMetrics:
     return StepMetrics(
         step=step, loss=loss, mtp_loss=3.0, aux_loss=1e-4, z_loss=0.0, total_loss=3.4, tokens=100,
         tokens_seen=100 * (step + 1),
-        lr=1e-3, grad_norm=0.7, skipped=False, expert_load_max_over_mean=1.25, step_time_s=0.5, tokens_per_s=200.0,
+        lr=1e-3, grad_norm=0.7, skipped=False, expert_load_max_over_mean=1.25,
+        rank_load_max_over_mean=1.1, expert_load_entropy=0.98, dead_experts=1,
+        expert_load_by_layer={"layers.1.moe": LoadFigures(1.25, 1.1, 0.98, 1)}, step_time_s=0.5, tokens_per_s=200.0,
         tokens_per_s_per_rank=50.0, model_tflops=0.03, mfu=0.125,
     )  # fmt: skip
 
@@ -91,11 +94,15 @@ def test_losses_that_are_not_finite_survive_the_file_and_the_picture(folder: Run
     assert (folder.path / "loss.png").stat().st_size > 1000
 
 
+def no_loads(folder: RunFolder) -> LoadHistory:
+    return LoadHistory(folder.path / "expert_load.safetensors", [], 4)
+
+
 def test_finish_draws_the_picture_and_writes_the_summary(folder: RunFolder) -> None:
     folder.begin("", 0)
     for step in range(4):
         folder.write(line(step, 3.0 - 0.1 * step))
-    folder.finish({"validation_loss": 2.0, "bigram_loss": 2.4})
+    folder.finish({"validation_loss": 2.0, "bigram_loss": 2.4}, no_loads(folder))
     assert json.loads((folder.path / "summary.json").read_text())["bigram_loss"] == 2.4
     picture = (folder.path / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
@@ -107,7 +114,7 @@ def test_finish_draws_the_picture_and_writes_the_summary(folder: RunFolder) -> N
 
 def test_an_empty_run_can_be_finished(folder: RunFolder) -> None:
     folder.begin("", 0)
-    folder.finish({})
+    folder.finish({}, no_loads(folder))
     assert (folder.path / "loss.png").exists()
 
 
@@ -139,4 +146,4 @@ def test_matrix_rate_is_that_of_this_machine(dtype: torch.dtype, monkeypatch: py
 
 def test_the_shown_line_has_what_a_person_watches() -> None:
     text = shown(replace(line(0), tokens_per_s=12345.6))
-    assert text == "loss 2.5000  12,346 tokens/s  MFU 12.5%  expert load max/mean 1.25"
+    assert text == "loss 2.5000  12,346 tokens/s  MFU 12.5%  expert load max/mean 1.25, of ranks 1.10"
