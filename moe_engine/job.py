@@ -228,6 +228,13 @@ class Job:
         if not self.folder:
             return
         self.folder.write(metrics)
+        if metrics.experts_moved:
+            self.console.print(
+                f"step {metrics.step + 1}: {metrics.experts_moved} experts moved in {metrics.placement_s:.2f} s; "
+                f"the busiest rank's load over the mean, as predicted: {metrics.rank_load_before:.2f} before, "
+                f"{metrics.rank_load_after:.2f} after",
+                highlight=False,
+            )
         bar.update(bar.task_ids[0], completed=metrics.step + 1, shown=shown(metrics))
         last = metrics.step + 1 == self.config.train.steps
         if not self.console.is_terminal and (metrics.step % 10 == 0 or last):

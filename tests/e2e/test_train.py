@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from moe_engine.metrics import TIME_FIELDS
 
@@ -72,11 +74,30 @@ def check_trace(run: Path) -> None:
     assert len(actions) == 4 * 4 + 2 * 4  # measured on four ranks, simulated for two stages
 
 
+def check_balance(run: Path) -> None:
+    """Figures of every MoE layer in each line, those of the step after which experts moved, and the heat map."""
+    lines = metrics(run)
+    for line in lines:
+        layers = line["expert_load_by_layer"]
+        assert list(layers) == ["layers.1.moe", "layers.2.moe", "layers.3.moe", "mtp.0.block.moe"]
+        assert line["expert_load_max_over_mean"] == max(each["max_over_mean"] for each in layers.values()) > 1
+        assert line["expert_load_max_over_mean"] >= line["rank_load_max_over_mean"] >= 1
+        assert 0 < line["expert_load_entropy"] == min(each["entropy"] for each in layers.values()) < 1
+    assert lines[1]["rank_load_before"] > lines[1]["rank_load_after"] >= 1 and lines[1]["experts_moved"] > 0
+    assert "experts_moved" not in lines[0] and "experts_moved" not in lines[2]
+    assert (run / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+    with safe_open(str(run / "expert_load.safetensors"), framework="pt") as file:
+        assert file.get_slice("tokens").get_shape() == [len(lines), 4, 16]
+
+
 def test_quickstart_in_short_starts_its_own_four_ranks(tmp_path: Path) -> None:
     words = ["train.steps=3", "train.eval_sequences=8", "train.sample_tokens=8", "data.validation_fraction=0.3"]
+    words += ["moe.placement.every=2", "moe.placement.least_gain=0"]
     out = moe_engine(tmp_path, "experiment=quickstart", "trace=true", *words)
     check_run_folder(tmp_path / "runs" / "quickstart", 3)
     check_trace(tmp_path / "runs" / "quickstart")
+    check_balance(tmp_path / "runs" / "quickstart")
+    assert re.search(r"step 2: \d+ experts moved in .* 1\.\d\d before, 1\.\d\d after", " ".join(out.split()))
     assert "4 ranks: pp 2 x dp 2, ep 2" in out
     assert "MFU: model FLOPs over it, causal half of attention, nothing recomputed" in " ".join(out.split())
     assert "step 3/3" in out and "nats per byte" in out and "bigram" in out and "sample:" in out
