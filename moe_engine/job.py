@@ -153,14 +153,16 @@ class Job:
 
     def _batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step."""
-        data, train = self.trainer.groups.data, self.config.train
+        groups, train = self.trainer.groups, self.config.train
         batches = micro_batches(
             self.data,
             step,
             global_batch=train.global_batch,
             micro_batch=train.micro_batch,
-            dp_rank=data.rank,
-            dp_size=data.size,
+            dp_rank=groups.layout.coordinate(groups.rank).dp,
+            dp_size=groups.layout.dp,
+            shard=groups.cp.rank,
+            shards=groups.cp.size,
         )
         return [batch.to(self.device) for batch in batches]
 
@@ -245,11 +247,12 @@ class Job:
         rows = self.validation
         if rows is None:
             return {}
-        data = self.trainer.groups.data
-        own, micro_batch = rows.shape[0] // data.size, self.config.train.micro_batch
+        groups, micro_batch = self.trainer.groups, self.config.train.micro_batch
+        own, dp = rows.shape[0] // groups.layout.dp, groups.layout.coordinate(groups.rank).dp
+        pieces = [slice(i, min(i + micro_batch, (dp + 1) * own)) for i in range(dp * own, (dp + 1) * own, micro_batch)]
         batches = [
-            rows.slice_rows(i, min(i + micro_batch, (data.rank + 1) * own)).to(self.device)
-            for i in range(data.rank * own, (data.rank + 1) * own, micro_batch)
+            rows.slice_rows(piece.start, piece.stop).share(groups.cp.rank, groups.cp.size).to(self.device)
+            for piece in pieces
         ]
         summary: dict[str, Any] = {"validation_loss": self.trainer.evaluate(batches)}
         if self.folder:
@@ -266,9 +269,11 @@ class Job:
         return tokenizer.decode(tokens)
 
     def _announce(self) -> None:
-        layout, train = self.trainer.groups.layout, self.config.train
+        layout, train, cp = self.trainer.groups.layout, self.config.train, self.config.cp
+        shared = f" x cp {layout.cp} ({cp.exchange} of {cp.payload})" if layout.cp > 1 else ""
         self.console.print(
-            f"{layout.world} ranks: pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, {self.config.pipeline.schedule}; "
+            f"{layout.world} ranks: pp {layout.pp} x dp {layout.dp}{shared}, ep {layout.ep}, "
+            f"{self.config.pipeline.schedule}; "
             f"{self.trainer.num_parameters:,} parameters; {len(self.data.stream.tokens):,} training tokens; "
             f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s (MFU: model FLOPs over it, causal half of attention, "
             f"nothing recomputed); steps {self.trainer.steps_done} to {train.steps}",

@@ -76,6 +76,11 @@ class Layout:
             edp=inner // self.ep,
         )
 
+    def cp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share sequences with `rank`, in the order of their shards."""
+        first = rank - self.coordinate(rank).cp * self.tp
+        return tuple(range(first, first + self.cp * self.tp, self.tp))
+
     def stage_ranks(self, pp: int) -> tuple[int, ...]:
         return tuple(range(pp * self.stage_size, (pp + 1) * self.stage_size))
 
@@ -97,6 +102,19 @@ class Layout:
     def neighbour(self, rank: int, pp: int) -> int:
         """The rank with the same place as `rank` on pipeline rank `pp`."""
         return pp * self.stage_size + rank % self.stage_size
+
+
+def shard_chunks(seq_len: int, cp: int, shard: int) -> tuple[range, range]:
+    """The places in a sequence that one of `cp` shards holds, in its order: two of 2 cp equal chunks.
+
+    One as early as the other is late: under a causal mask a token's work grows with its place, and so every shard has
+    equal work. Raises ValueError where the chunks would not be equal.
+    """
+    if seq_len % (2 * cp) or not 0 <= shard < cp:
+        raise ValueError(f"shard {shard} of {cp} of a sequence of {seq_len} tokens: cut in {2 * cp} equal chunks")
+    size = seq_len // (2 * cp)
+    late = 2 * cp - 1 - shard
+    return range(shard * size, (shard + 1) * size), range(late * size, (late + 1) * size)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,8 @@ class Trainer:
         placement = self.groups.placement
         stages: dict[int, Stage] = {}
         for index in placement.stages_of_rank[self.groups.layout.coordinate(self.groups.rank).pp]:
-            stage = Stage(
-                placement.stages[index], config.model, config.moe, self.groups, dtype, self.device, config.recompute
-            )
+            spec = placement.stages[index]
+            stage = Stage(spec, config.model, config.moe, self.groups, dtype, self.device, config.recompute, config.cp)
             for other in stages.values():
                 stage.share(other)
             stages[index] = stage

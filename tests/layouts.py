@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_engine.config.schema import (
     Config,
+    ContextParallelConfig,
     ModelConfig,
     MoESection,
     OptimConfig,
@@ -69,10 +70,13 @@ class Case:
     z_loss: bool = False
     wire: str = "model"
     placement: int = 0  # experts move every so many steps
+    cp: int = 1
+    exchange: str = "ring"
+    payload: str = "kv"
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"ep{self.ep}", self.schedule, f"mb{self.micro_batch}", self.combine]
@@ -86,6 +90,7 @@ class Case:
         words += ["z"] if self.z_loss else []
         words += [f"{self.wire} wire"] if self.wire != "model" else []
         words += [f"placement{self.placement}"] if self.placement else []
+        words += [f"cp{self.cp}", self.exchange, self.payload] if self.cp > 1 else []
         return "-".join([*words, self.precision])
 
 
@@ -98,6 +103,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {
         "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "rope_style": "halves",
+        "num_dense_layers": 0, "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1,
+        "route_scale": 1.0,
+    },
+    "v3_heads": {"num_heads": 4},  # enough to share out over four ranks
+    "qwen3_heads": {  # fewer heads of keys than ranks
+        "attention": "gqa", "num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "rope_style": "halves",
         "num_dense_layers": 0, "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1,
         "route_scale": 1.0,
     },
@@ -142,7 +153,8 @@ def config_of(case: Case) -> Config:
             bias_step=1e-3,
             placement=PlacementSection(every=case.placement, least_gain=0.0),
         ),
-        parallel=ParallelConfig(pp=case.pp, dp=case.dp, ep=case.ep),
+        parallel=ParallelConfig(pp=case.pp, dp=case.dp, cp=case.cp, ep=case.ep),
+        cp=ContextParallelConfig(case.exchange, case.payload),
         pipeline=PipelineConfig(overlap=case.overlap, schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],
         recompute=recompute_of(case),
@@ -226,11 +238,14 @@ def _rank(
 
 
 def rank_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
-    """The micro-batches of this rank: its contiguous slice of the global rows."""
-    rows = global_batch(case, step)
+    """The micro-batches of this rank: its contiguous slice of the global rows, and its shard of their tokens."""
+    rows, groups = global_batch(case, step), trainer.groups
     own = case.rows // case.dp
-    first = trainer.groups.data.rank * own
-    return [rows.slice_rows(i, i + case.micro_batch) for i in range(first, first + own, case.micro_batch)]
+    first = groups.layout.coordinate(groups.rank).dp * own
+    return [
+        rows.slice_rows(i, i + case.micro_batch).share(groups.cp.rank, groups.cp.size)
+        for i in range(first, first + own, case.micro_batch)
+    ]
 
 
 def _step(trainer: Trainer, case: Case, step: int) -> dict[str, Any]:
@@ -338,6 +353,9 @@ def one_process(case: Case) -> Case:
         pp=1,
         dp=1,
         ep=1,
+        cp=1,
+        exchange="ring",
+        payload="kv",
         schedule="1f1b",
         virtual_stages=1,
         micro_batch=case.rows,

@@ -136,6 +136,17 @@ class ParallelConfig:
 
 
 @dataclass
+class ContextParallelConfig:
+    """Section `cp`: how the ranks that share a sequence exchange what attention needs; read where parallel.cp > 1."""
+
+    # ring: keys and values go from rank to rank while others are used | all_gather: all of them at once
+    # | ulysses: each rank gets whole sequences of some heads (arXiv 2309.14509)
+    exchange: str = "ring"
+    # kv: keys and values | latent: what MLA makes them from, far fewer bytes, multiplied up again where they arrive
+    payload: str = "kv"
+
+
+@dataclass
 class PipelineConfig:
     """Section `pipeline`: in which order stages work on which micro-batches."""
 
@@ -240,6 +251,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    cp: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -13,6 +13,7 @@ import math
 from dataclasses import asdict
 
 from moe_engine.config import strict
+from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_model, check_trainable
 from moe_engine.config.rules import Rules as _Rules
 from moe_engine.config.schema import Config, MoEConfig
@@ -54,6 +55,7 @@ def validate(config: Config, world: int | None = None) -> None:
     _check_train(rules)
     _check_layout(rules, world)
     _check_placement(rules)
+    check_context_parallel(rules)
     _check_batch(rules, world)
     rules.finish()
 
@@ -210,8 +212,6 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
         rules.at_least(1, "parallel.dp")
     if rules["parallel.tp"] > 1:
         rules.refuse("parallel.tp", "tensor parallelism is not built yet; use parallel.tp=1")
-    if rules["parallel.cp"] > 1:
-        rules.refuse("parallel.cp", "context parallelism is not built yet; use parallel.cp=1")
     if rules["parallel.zero"] != 1:
         rules.refuse("parallel.zero", "optimizer states are always sharded (ZeRO-1); use parallel.zero=1")
     if rules.sound("parallel.pp", "model.num_layers", "model.mtp_depth") and not rules["pipeline.stages"]:

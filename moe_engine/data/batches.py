@@ -19,7 +19,8 @@ import torch
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.order import RowIndices, ordered_rows
 from moe_engine.data.tokens import TokenStream
-from moe_engine.model.batch import Batch
+from moe_engine.layout import shard_chunks
+from moe_engine.model.batch import Batch, Shard
 from moe_engine.ops.loss import IGNORE
 
 
@@ -84,45 +85,72 @@ class PackedDataset:
             )
         return np.arange(count, dtype=np.int64)
 
-    def batch(self, row_indices: Sequence[int] | RowIndices) -> Batch:
-        """The given rows as a batch, B = len(row_indices). Raises `IndexError` for a row that is not there."""
+    def batch(self, row_indices: Sequence[int] | RowIndices, shard: int = 0, shards: int = 1) -> Batch:
+        """The given rows as a batch, B = len(row_indices), or one shard of their tokens (context parallelism).
+
+        Of the stream only the shard's tokens are read, with what follows each of its two chunks as targets. Raises
+        `IndexError` for a row that is not there, `ValueError` where a row has no 2 · shards equal chunks.
+        """
         rows = np.asarray(row_indices, dtype=np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()} … {rows.max()} of {self.num_rows}")
-        length, depths = self.seq_len, 1 + self.mtp_depth
-        window, documents, positions = self._windows(rows * length)
-        tokens = np.stack([window[:, k : k + length] for k in range(depths)])
-        labels = np.stack([window[:, k + 1 : k + 1 + length] for k in range(depths)])
-        for k in range(depths):
-            labels[k][documents[:, k + 1 : k + 1 + length] != documents[:, :length]] = IGNORE
+        chunks = (range(self.seq_len),) if shards == 1 else shard_chunks(self.seq_len, shards, shard)
+        depths = range(1 + self.mtp_depth)
+        starts = rows * self.seq_len
+        documents, document_starts = self._documents(starts)
+        windows = [(chunk, self._window(starts, chunk)) for chunk in chunks]
+        tokens = [np.stack([window[:, k : k + len(chunk)] for k in depths]) for chunk, window in windows]
+        labels = [np.stack([window[:, k + 1 : k + 1 + len(chunk)] for k in depths]) for chunk, window in windows]
+        own = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        targets = np.concatenate(labels, axis=2)
+        for k in depths:
+            targets[k][documents[:, own + k + 1] != documents[:, own]] = IGNORE
         return Batch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(labels),
-            torch.from_numpy(positions[:, :length].copy()),
-            torch.from_numpy(documents[:, :length].astype(np.int32)),
+            torch.from_numpy(np.concatenate(tokens, axis=2)),
+            torch.from_numpy(targets),
+            torch.from_numpy(own - document_starts[:, own]),
+            torch.from_numpy(documents[:, own].astype(np.int32)),
+            shard=None if shards == 1 else self._shard(shard, shards, documents),
         )
 
-    def _windows(self, starts: RowIndices) -> tuple[npt.NDArray[np.int64], RowIndices, RowIndices]:
-        """Tokens, document ids and positions of the rows with their look-ahead, each [B, S + 1 + D]."""
-        width = self.seq_len + 1 + self.mtp_depth
+    def _window(self, starts: RowIndices, chunk: range) -> npt.NDArray[np.int64]:
+        """The tokens of a chunk of each row and those that follow, [B, chunk + 1 + D]."""
+        width = len(chunk) + 1 + self.mtp_depth
         tokens = np.empty((len(starts), width), dtype=np.int64)
+        for b, start in enumerate(starts + chunk.start):
+            tokens[b] = self.stream.tokens[start : start + width]
+        return tokens
+
+    def _documents(self, starts: RowIndices) -> tuple[RowIndices, RowIndices]:
+        """Of the rows with their look-ahead, [B, S + 1 + D] each: which document, and the place where it begins."""
+        width = self.seq_len + 1 + self.mtp_depth
         begins = np.zeros((len(starts), width), dtype=np.int64)  # 1 where a document starts inside the row
         offsets = self.stream.document_offsets
         first = np.searchsorted(offsets, starts, side="right")
         last = np.searchsorted(offsets, starts + width, side="left")
-        for b, start in enumerate(starts):
-            tokens[b] = self.stream.tokens[start : start + width]
-            if self.mask_documents:
-                begins[b, offsets[first[b] : last[b]] - start] = 1
-        places = np.arange(width)
-        document_starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-        return tokens, np.cumsum(begins, axis=1), places - document_starts
+        for b, start in enumerate(starts if self.mask_documents else ()):
+            begins[b, offsets[first[b] : last[b]] - start] = 1
+        document_starts = np.maximum.accumulate(np.where(begins, np.arange(width), 0), axis=1)
+        return np.cumsum(begins, axis=1), document_starts
+
+    def _shard(self, shard: int, shards: int, documents: RowIndices) -> Shard:
+        """What a rank keeps of whole rows: borders of documents are no tokens, and known without reading any."""
+        valid = torch.full((len(documents),), self.seq_len)
+        return Shard(shard, shards, torch.from_numpy(documents[:, : self.seq_len].astype(np.int32)), valid)
 
 
 def micro_batches(
-    dataset: PackedDataset, step: int, *, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
+    dataset: PackedDataset,
+    step: int,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    dp_rank: int,
+    dp_size: int,
+    shard: int = 0,
+    shards: int = 1,
 ) -> list[Batch]:
-    """The micro-batches of one data-parallel rank for one step, in order.
+    """The micro-batches of one data-parallel rank for one step, in order; of their rows one of `shards` shards.
 
     Rank r takes rows r · global_batch / dp_size … of the step's rows, and cuts them in pieces of `micro_batch`.
     Raises `ConfigError` when the pieces are not whole.
@@ -137,5 +165,5 @@ def micro_batches(
         raise ValueError(f"dp_rank={dp_rank}: must be one of the {dp_size} data-parallel ranks")
     share = global_batch // dp_size
     rows = dataset.rows(step, global_batch, start=dp_rank * share, stop=(dp_rank + 1) * share)
-    whole = dataset.batch(rows)
+    whole = dataset.batch(rows, shard, shards)
     return [whole.slice_rows(start, start + micro_batch) for start in range(0, share, micro_batch)]

@@ -178,12 +178,37 @@ class Communicator:
         with self._record("all_gather", label, x):
             return self._gather(x)
 
+    @torch.no_grad()
+    def all_gather_start(self, x: Tensor, label: str = "") -> Pending:
+        """Start an `all_gather`; `x` must stay unchanged until `wait()`."""
+        if self.size == 1:
+            return Pending(x)
+        waiting = self._record("all_gather", label, x)
+        x = x.detach().contiguous()
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        return Pending(out, _gather_into(out, x, group=self.group, async_op=True), x, waiting)
+
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        # torch 2.13 renamed this collective and deprecates the old name; the floor, 2.11, has the old one only.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out, x.contiguous(), group=self.group)
+        _gather_into(out, x.contiguous(), group=self.group)
         return out
+
+    @torch.no_grad()
+    def shift(self, x: Tensor, label: str = "") -> Pending:
+        """Start sending `x` to the next member, the last one's to the first; the result is the previous member's.
+
+        An all-to-all in which each has one receiver: a send and a receive that are one operation cannot deadlock. `x`
+        must stay unchanged until `wait()`.
+        """
+        if self.size == 1:
+            return Pending(x)
+        waiting = self._record("shift", label, x)
+        x = x.detach().contiguous()
+        out = torch.empty_like(x)
+        send, receive = [0] * self.size, [0] * self.size
+        send[(self.rank + 1) % self.size] = receive[(self.rank - 1) % self.size] = x.numel()
+        work = dist.all_to_all_single(out.view(-1), x.view(-1), receive, send, group=self.group, async_op=True)
+        return Pending(out, work, x, waiting)
 
     @torch.no_grad()
     def all_to_all(self, x: Tensor, send_splits: list[int], recv_splits: list[int], label: str = "") -> Pending:
@@ -224,6 +249,13 @@ class Communicator:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)
+
+
+def _gather_into(out: Tensor, x: Tensor, **options: Any) -> Any:
+    """All ranks' `x` into `out`, concatenated."""
+    # torch 2.13 renamed this collective and deprecates the old name; the floor, 2.11, has the old one only.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, **options)
 
 
 def ordered_sum(parts: Tensor) -> Tensor:

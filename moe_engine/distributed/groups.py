@@ -2,9 +2,9 @@
 
 `Groups` is built once from the layout and passed down explicitly; nothing reads a global. One communicator per
 purpose, because operations of different purposes may become ready in different orders on different ranks:
-dispatch/combine (`ep`), the exchange of counts (`ep_counts`: on the data communicator it would wait behind bulk
-data), each directed pipeline edge and kind of message, and each reduction group (dense and expert parameters
-of each holder set).
+dispatch/combine (`ep`), what attention exchanges (`cp`), exchanges of counts (`ep_counts`, `cp_counts`: on the data
+communicators they would wait behind bulk data), each directed pipeline edge and kind of message, and each reduction
+group (dense and expert parameters of each holder set).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Groups:
     rank: int
     world: Communicator
     data: Communicator  # dp * cp ranks of this stage
+    cp: Communicator  # ranks that share sequences, in the order of their shards
+    cp_counts: Communicator
     ep: Communicator
     ep_counts: Communicator
     dense: dict[tuple[int, ...], Communicator]  # by holder set, those that this rank's pipeline rank is in
@@ -89,6 +91,7 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
         expert[holders] = make(f"expert{list(holders)}", [layout.expert_ranks(r, holders) for r in first])
     everybody = range(layout.world)
     ep = [layout.ep_ranks(r) for r in everybody]
+    cp = [layout.cp_ranks(r) for r in everybody]
     data = [layout.dense_ranks(r, (layout.coordinate(r).pp,)) for r in everybody]
     return Groups(
         layout=layout,
@@ -96,6 +99,8 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
         rank=rank,
         world=world_communicator(rank, layout.world, log),
         data=make.one("data", data),
+        cp=make.one("cp", cp),
+        cp_counts=make.one("cp_counts", cp),
         ep=make.one("ep", ep),
         ep_counts=make.one("ep_counts", ep),
         dense={h: found for h, found in dense.items() if found},

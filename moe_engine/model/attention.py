@@ -4,6 +4,9 @@
   `kv_lora_rank` numbers a token, plus one rotary key of `qk_rope_head_dim` numbers that all heads share.
 * Grouped queries (GQA; arXiv 2305.13245): fewer heads of keys and values than of queries, each serving a group; by
   option every head of queries and keys is normalised (Qwen3).
+
+Both go in three parts: `project`, `core` (softmax(QK^T)V, the one that communicates where ranks share sequences) and
+`out`, so that a block can recompute the first and the last.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.batch import Batch
+from moe_engine.model.context_parallel import ContextParallel, KeysValues, Latents, SharedRows, shared_attention
 from moe_engine.model.core_attention import core_attention
 from moe_engine.model.layers import RMSNorm
 from moe_engine.model.rope import angles, rotate, score_growth
@@ -29,7 +33,7 @@ class SequenceContext:
     """What every layer needs to know of a micro-batch's rows, made once per micro-batch and stage.
 
     cos, sin [B, S, 1, rope/2]: rotary angles; visible: which keys a query sees; token_mask [T] bool or None: False for
-    padding.
+    padding; shared: where other ranks hold the rest of the rows, what is seen of it (`visible` is then of this part).
     """
 
     shape: tuple[int, int]
@@ -37,6 +41,7 @@ class SequenceContext:
     sin: Tensor
     visible: Visible
     token_mask: Tensor | None
+    shared: SharedRows | None = None
 
 
 def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> SequenceContext:
@@ -49,6 +54,7 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
         sin=sin,
         visible=_visible(batch.document_ids, batch.token_mask),
         token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
+        shared=None if batch.shard is None else SharedRows(batch.shard),
     )
 
 
@@ -60,12 +66,72 @@ def _visible(document_ids: Tensor, token_mask: Tensor | None) -> Visible:
     return whole_rows(document_ids.shape[1], None if one else document_ids, document_ids.device)
 
 
-class LatentAttention(nn.Module):
+class Attention(nn.Module):
+    """What both kinds share. Parameter out; `cp`: the ranks that share sequences, if any do."""
+
+    out: Linear
+
+    def __init__(self, model: ModelConfig, cp: ContextParallel | None) -> None:
+        super().__init__()
+        self.model, self.cp = model, cp
+
+    def forward(
+        self,
+        x: Tensor,
+        context: SequenceContext,
+        queue: WgradQueue | None = None,
+        segments: Segments | None = None,
+        label: str = "",
+    ) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        projected = self.project(x, context, queue, segments)
+        return self.out(self.core(projected, context, queue, segments, label), queue)
+
+    def project(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> queries, keys, values, [B, S, heads, …]; or queries and a latent payload's two tensors."""
+        raise NotImplementedError
+
+    def core(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        context: SequenceContext,
+        queue: WgradQueue | None,
+        segments: Segments | None,
+        label: str = "",
+    ) -> Tensor:
+        """What `project` gave -> [T, H * value], the heads' results side by side. Over ranks it is never recomputed."""
+        if context.shared is not None:
+            assert self.cp is not None, "rows are shared out, and no ranks to share them"
+            q, *payload = projected
+            y = shared_attention(
+                q, self._payload(*payload), self.cp, context.shared, self._scale(), queue, f"{label} attention"
+            )
+            return y.flatten(2).flatten(0, 1)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return core_attention(q, k, v, context.visible, self._scale()).flatten(2).flatten(0, 1)
+
+        result: Tensor = segment(segments, "attention", attend, *projected)
+        return result
+
+    def _payload(self, first: Tensor, second: Tensor) -> KeysValues | Latents:
+        """What `project` gave beside the queries, as what travels."""
+        return KeysValues(first, second)
+
+    def _scale(self) -> float:
+        """Of the scores."""
+        raise NotImplementedError
+
+
+class LatentAttention(Attention):
     """MLA. Parameters q_proj or (q_down, q_norm, q_up), kv_down, kv_norm, kv_up, out."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None, cp: ContextParallel | None = None
+    ) -> None:
+        super().__init__(model, cp)
         heads, qk = model.num_heads, model.qk_nope_head_dim + model.qk_rope_head_dim
         if model.q_lora_rank:
             self.q_down = Linear(model.dim, model.q_lora_rank, dtype, device)
@@ -78,22 +144,23 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), dtype, device)
         self.out = Linear(heads * model.v_head_dim, model.dim, dtype, device)
 
-    def forward(
-        self,
-        x: Tensor,
-        context: SequenceContext,
-        queue: WgradQueue | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """x [T, D] -> [T, D]."""
-        q = self._queries(x, context, queue, segments)
-        k, v = self._keys_values(x, context, queue, segments)
-        scale = q.shape[-1] ** -0.5 * score_growth(self.model)
+    def project(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._queries(x, context, queue, segments), *self._keys_values(x, context, queue, segments)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return core_attention(q, k, v, context.visible, scale).flatten(2).flatten(0, 1)  # [T, H * v]
+    def _scale(self) -> float:
+        return (self.model.qk_nope_head_dim + self.model.qk_rope_head_dim) ** -0.5 * score_growth(self.model)
 
-        return self.out(segment(segments, "attention", attend, q, k, v), queue)
+    def _sends_latents(self, context: SequenceContext) -> bool:
+        return context.shared is not None and self.cp is not None and self.cp.payload == "latent"
+
+    def _payload(self, first: Tensor, second: Tensor) -> KeysValues | Latents:
+        if first.dim() == 4:
+            return KeysValues(first, second)
+        model = self.model
+        heads = model.num_heads
+        return Latents(first, second, self.kv_up.weight, model.v_head_dim, first=0, heads=heads, num_heads=heads)
 
     def _queries(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
@@ -114,30 +181,35 @@ class LatentAttention(nn.Module):
     def _keys_values(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor]:
-        """[B, S, H, nope + rope] and [B, S, H, v]."""
+        """[B, S, H, nope + rope] and [B, S, H, v]; or, where latents travel, [B, S, rank] and [B, S, rope]."""
         model = self.model
         latent, k_rope = self.kv_down(x, queue).split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
         nope, value = model.qk_nope_head_dim, model.v_head_dim
+        normed = segment(segments, "norm", self.kv_norm, latent)
+        if self._sends_latents(context):
+            return normed.unflatten(0, context.shape), self._turned(k_rope, context)[:, :, 0]
 
         def up(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
             kv = self.kv_up(latent, queue).view(*context.shape, model.num_heads, nope + value)
             k_nope, v = kv.split((nope, value), dim=-1)
-            k_rope = k_rope.reshape(*context.shape, 1, model.qk_rope_head_dim)
-            k_rope = rotate(k_rope, context.cos, context.sin, model.rope_style)
-            return torch.cat((k_nope, k_rope.expand(-1, -1, model.num_heads, -1)), dim=-1), v
+            return torch.cat((k_nope, self._turned(k_rope, context).expand(-1, -1, model.num_heads, -1)), dim=-1), v
 
-        keys_values: tuple[Tensor, Tensor] = segment(
-            segments, "mla_up", up, segment(segments, "norm", self.kv_norm, latent), k_rope
-        )
+        keys_values: tuple[Tensor, Tensor] = segment(segments, "mla_up", up, normed, k_rope)
         return keys_values
 
+    def _turned(self, k_rope: Tensor, context: SequenceContext) -> Tensor:
+        """The shared key [T, rope], rotated: [B, S, 1, rope]."""
+        k_rope = k_rope.reshape(*context.shape, 1, self.model.qk_rope_head_dim)
+        return rotate(k_rope, context.cos, context.sin, self.model.rope_style)
 
-class GroupedAttention(nn.Module):
+
+class GroupedAttention(Attention):
     """GQA. Parameters q_proj, k_proj, v_proj, out and, with `qk_norm`, q_norm and k_norm [head_dim]."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None, cp: ContextParallel | None = None
+    ) -> None:
+        super().__init__(model, cp)
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.q_proj = Linear(model.dim, queries, dtype, device)
         self.k_proj = Linear(model.dim, keys, dtype, device)
@@ -146,23 +218,16 @@ class GroupedAttention(nn.Module):
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
 
-    def forward(
-        self,
-        x: Tensor,
-        context: SequenceContext,
-        queue: WgradQueue | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """x [T, D] -> [T, D]."""
+    def project(
+        self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q = self._turned(self.q_proj(x, queue), self.q_norm, context)
         k = self._turned(self.k_proj(x, queue), self.k_norm, context)
         v = self.v_proj(x, queue).view(*context.shape, self.model.num_kv_heads, self.model.head_dim)
-        scale = self.model.head_dim**-0.5
+        return q, k, v
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return core_attention(q, k, v, context.visible, scale).flatten(2).flatten(0, 1)  # [T, H * head_dim]
-
-        return self.out(segment(segments, "attention", attend, q, k, v), queue)
+    def _scale(self) -> float:
+        return self.model.head_dim**-0.5
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: SequenceContext) -> Tensor:
         """Projected queries or keys, normalised and rotated: [B, S, heads, head_dim]."""

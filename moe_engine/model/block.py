@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from moe_engine.config.schema import ModelConfig, MoESection, moe_layer_config
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.model.attention import GroupedAttention, LatentAttention, SequenceContext
+from moe_engine.model.context_parallel import ContextParallel
 from moe_engine.model.layers import RMSNorm
 from moe_engine.moe import dispatch as wire
+from moe_engine.moe.balance import WholeRows
 from moe_engine.moe.layer import Arrived, MoELayer, Packed
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.ops.recompute import BLOCK, Segments, hooks, segment
@@ -121,12 +123,15 @@ class Block(nn.Module):
         dtype: torch.dtype,
         device: torch.device | None,
         recompute: frozenset[str] = frozenset(),
+        cp: ContextParallel | None = None,
+        cp_counts: Communicator | None = None,
     ) -> None:
         super().__init__()
         self.recompute = recompute
+        self.cp_counts = cp_counts
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
         attention = GroupedAttention if model.attention == "gqa" else LatentAttention
-        self.attention = attention(model, dtype, device)
+        self.attention = attention(model, dtype, device, cp)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
         self.mlp: DenseMLP | None = None
         self.moe: MoELayer | None = None
@@ -142,15 +147,28 @@ class Block(nn.Module):
         segments = Segments(self.recompute) if self.recompute else None
         parts = _parts(segments)
 
-        def attend(x: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + self.attention(segment(parts, "norm", self.attention_norm, x), context, queue, parts)
+        def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.attention.project(segment(parts, "norm", self.attention_norm, x), context, queue, parts)
+
+        def finish(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + self.attention.out(y, queue)
             return x, segment(parts, "norm", self.mlp_norm, x)
 
+        def attend(x: Tensor) -> tuple[Tensor, Tensor]:
+            return finish(x, self.attention.core(project(x), context, queue, parts, label))
+
         with hooks(segments):
-            x, normed = segment(segments, BLOCK, attend, x)
+            if context.shared is None:
+                x, normed = segment(segments, BLOCK, attend, x)
+            else:  # the core communicates, and what communicates is not recomputed
+                y = self.attention.core(segment(segments, BLOCK, project, x), context, queue, parts, label)
+                x, normed = segment(segments, BLOCK, finish, x, y)
             packed = None
             if self.moe is not None:
-                packed = self.moe.pack(normed, context.shape, context.token_mask, label)
+                rows = None
+                if context.shared is not None and self.cp_counts is not None:
+                    rows = WholeRows(context.shared.shard.valid, self.cp_counts)
+                packed = self.moe.pack(normed, context.shape, context.token_mask, label, rows)
         return AttnOut(x, normed, packed, segments)
 
     def mlp_phase(self, out: AttnOut, arrival: Arrival | None, queue: WgradQueue | None = None) -> MlpOut:

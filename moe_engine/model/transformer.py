@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_engine.config.schema import ModelConfig, MoESection, RecomputeConfig
+from moe_engine.config.schema import ContextParallelConfig, ModelConfig, MoESection, RecomputeConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import StageSpec
 from moe_engine.model.attention import sequence_context
 from moe_engine.model.batch import Batch, ItemCounts
 from moe_engine.model.block import Block, Walk, follow
+from moe_engine.model.context_parallel import ContextParallel
 from moe_engine.model.layers import RMSNorm, Table
 from moe_engine.model.mtp import MTPModule
 from moe_engine.moe.layer import MoELayer
@@ -96,15 +97,19 @@ class Stage(nn.Module):
         dtype: torch.dtype,
         device: torch.device | None = None,
         recompute: RecomputeConfig | None = None,
+        cp: ContextParallelConfig | None = None,
     ) -> None:
         super().__init__()
         self.spec, self.model, self.dtype = spec, model, dtype
         self.recompute = recomputed_names(recompute or RecomputeConfig())
         ep = groups.ep if groups else Communicator.alone()
         ep_counts = groups.ep_counts if groups else Communicator.alone()
+        shares = groups is not None and groups.cp.size > 1
+        sharing = ContextParallel.of(cp or ContextParallelConfig(), groups.cp) if groups and shares else None
+        cp_counts = groups.cp_counts if groups and shares else None
 
         def block(dense: bool) -> Block:
-            return Block(model, moe, dense, ep, ep_counts, dtype, device, self.recompute)
+            return Block(model, moe, dense, ep, ep_counts, dtype, device, self.recompute, sharing, cp_counts)
 
         self.embedding = Table(model.vocab_size, model.dim, dtype, device) if spec.embedding else None
         self.layers = nn.ModuleDict({str(i): block(i < model.num_dense_layers) for i in spec.layers})

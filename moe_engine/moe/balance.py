@@ -6,15 +6,31 @@ and moves against the load after every step, and by a very small loss within eac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from moe_engine.distributed.collectives import Communicator
 from moe_engine.ops.activation import log_sigmoid, sigmoid
 from moe_engine.ops.choose import choose
 
 
+@dataclass(frozen=True)
+class WholeRows:
+    """Rows of which this rank holds some tokens: valid [B] int64, those of each whole row; ranks, who share them."""
+
+    valid: Tensor
+    ranks: Communicator
+
+
 def sequence_balance_loss(
-    router_logits: Tensor, shape: tuple[int, int], top_k: int, score_function: str, token_mask: Tensor | None = None
+    router_logits: Tensor,
+    shape: tuple[int, int],
+    top_k: int,
+    score_function: str,
+    token_mask: Tensor | None = None,
+    whole: WholeRows | None = None,
 ) -> Tensor:
     """Balance loss of each sequence, summed over sequences (not divided by their number): a scalar.
 
@@ -22,7 +38,8 @@ def sequence_balance_loss(
     Of one sequence: sum_i f_i P_i with f_i = E/(K n) * (its tokens whose K best unbiased scores include i) and
     P_i the mean of the scores normalised over experts; n counts valid tokens, and without any the term is 0.
     It is 1 for perfect balance. No tensor is larger than [T, E]. Source: eq. 17-20; group limits and bias are not
-    applied.
+    applied. With `whole` this is the share of this rank's tokens, f being that of the whole rows; the ranks' shares add
+    up to the loss, and each differentiates its own.
     """
     B, S = shape
     E = router_logits.shape[1]
@@ -38,8 +55,11 @@ def sequence_balance_loss(
         shares = shares.masked_fill(~token_mask[:, None], 0)
         chosen = chosen & token_mask[:, None]
         valid = token_mask.view(B, S).sum(dim=1)
+    counts = chosen.view(by_sequence).sum(dim=1)
+    if whole is not None:
+        valid, counts = whole.valid, whole.ranks.all_reduce_sum(counts, "sequence counts")
     valid = valid.clamp(min=1)[:, None]
-    load = chosen.view(by_sequence).sum(dim=1).to(shares.dtype) * (E / top_k) / valid  # f [B, E]
+    load = counts.to(shares.dtype) * (E / top_k) / valid  # f [B, E]
     return (load * shares.view(by_sequence).sum(dim=1) / valid).sum()
 
 

@@ -24,7 +24,7 @@ from moe_engine.config.validate import validate_moe
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.sharded import fill
 from moe_engine.moe import dispatch as wire
-from moe_engine.moe.balance import router_z_loss, sequence_balance_loss
+from moe_engine.moe.balance import WholeRows, router_z_loss, sequence_balance_loss
 from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
@@ -136,17 +136,21 @@ class MoELayer(nn.Module):
         shape: tuple[int, int],
         token_mask: Tensor | None = None,
         label: str = "",
+        whole: WholeRows | None = None,
     ) -> Packed:
         """Route, take the balance loss, lay out the rows to send and start the exchange of their counts.
 
-        x [T, D], T = B*S with `shape` = (B, S); token_mask [T] bool, False for padding; label: for the collective log.
+        x [T, D], T = B*S with `shape` = (B, S); token_mask [T] bool, False for padding; label: for the collective log;
+        whole: where other ranks hold the rest of the rows.
         """
         routing = self.router(x, token_mask)
         handle = wire.plan(routing.expert_ids, self.placement, self.links, label)
         rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
-        return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask))
+        return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask, whole))
 
-    def _aux_loss(self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None) -> Tensor | None:
+    def _aux_loss(
+        self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None, whole: WholeRows | None
+    ) -> Tensor | None:
         """See `Packed`."""
         config = self.config
         if not config.aux_loss_weight and not config.z_loss_weight:
@@ -154,7 +158,7 @@ class MoELayer(nn.Module):
         balance = z_loss = router_logits.new_zeros(())
         if config.aux_loss_weight:
             balance = config.aux_loss_weight * sequence_balance_loss(
-                router_logits, shape, config.top_k, config.score_function, token_mask
+                router_logits, shape, config.top_k, config.score_function, token_mask, whole
             )
         if config.z_loss_weight:
             z_loss = config.z_loss_weight * router_z_loss(router_logits, token_mask)

@@ -139,7 +139,7 @@ class CutMicroBatch(_Tables):
     ) -> None:
         super().__init__()
         self.x, self.place, self.queue, self.exchanges = x, place, queue, exchanges
-        self.blocks, self.by_courier = stage.num_blocks, False
+        self.blocks, self.shared, self.by_courier = stage.num_blocks, batch.shard is not None, False
         self.output: StageOutput | None = None
         self.d_output: Tensor | None = None
         self._walk = stage.walk(batch, x, rule, self, queue, f"micro_batch {place[1]}")
@@ -188,8 +188,14 @@ class CutMicroBatch(_Tables):
         block = "" if step.phase == "tail" else f" {step.block}"
         return f"{half}{self.place[1]}@{self.place[0]} {step.phase}{block}{weights}"
 
+    def _keep_order(self, step: Step) -> None:
+        """Where ranks share sequences attention communicates: after every exchange that was asked for before."""
+        if step.phase == "attn" and self.shared:
+            self.exchanges.catch_up()
+
     def _compute(self, step: Step) -> None:
         """To the next stop of the walk, or to its end."""
+        self._keep_order(step)
         reply, self._reply = self._reply(), lambda: None
         self._graphs.append(_Graph())
         with recorded(self.exchanges.recorder, self._label(step)):
@@ -278,6 +284,7 @@ class CutMicroBatch(_Tables):
 
     def _compute_back(self, step: Step, weights_apart: bool) -> None:
         """The backward of the last graph; with `weights_apart` its weight gradients stay for the phase's W."""
+        self._keep_order(step)
         roots = self._graphs.pop().roots()
         if step.phase == "tail":
             assert self.output is not None

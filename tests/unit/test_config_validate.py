@@ -196,7 +196,42 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"run__name": "a/b"}, "run.name=a/b: the name of one folder inside run.dir is needed"),
     ({"run__name": ".."}, "run.name=..: the name of one folder"),
     ({"parallel__tp": 2}, "parallel.tp=2: tensor parallelism is not built yet; use parallel.tp=1"),
-    ({"parallel__cp": 2}, "parallel.cp=2: context parallelism is not built yet; use parallel.cp=1"),
+    (
+        {"parallel__cp": 3},
+        "train.seq_len=256: each of parallel.cp=3 ranks holds two equal chunks of a sequence, so it must be a multiple "
+        "of 6; use train.seq_len=252 or 258",
+    ),
+    (
+        {"parallel__cp": 4, "train__seq_len": 7},
+        "train.seq_len=7: each of parallel.cp=4 ranks holds two equal chunks of a sequence, so it must be a "
+        "multiple of 8; use train.seq_len=8",
+    ),
+    ({"cp__exchange": "rings"}, "cp.exchange=rings: no such choice; did you mean ring? There are ring, all_gather"),
+    ({"cp__payload": "q"}, "cp.payload=q: no such choice; there are kv, latent"),
+    (
+        {"parallel__cp": 2, "cp__payload": "latent", "model__attention": "gqa"},
+        "cp.payload=latent: model.attention=gqa has no latents to exchange; use cp.payload=kv",
+    ),
+    (
+        {"parallel__cp": 8, "cp__exchange": "ulysses", "model__num_heads": 12},
+        "cp.exchange=ulysses: parallel.cp=8 must divide model.num_heads=12; use parallel.cp=4, or cp.exchange=ring",
+    ),
+    (
+        {
+            "parallel__cp": 4,
+            "cp__exchange": "ulysses",
+            "model__attention": "gqa",
+            "model__num_heads": 12,
+            "model__num_kv_heads": 6,
+        },
+        "cp.exchange=ulysses: parallel.cp=4 and model.num_kv_heads=6 must divide one another; use parallel.cp=2, or "
+        "cp.exchange=ring",
+    ),
+    (
+        {"parallel__cp": 2, "recompute__mode": "selective", "recompute__names": ["norm", "attention"]},
+        "recompute.names=[norm, attention]: with parallel.cp=2 attention keeps its output alone, and making it again "
+        "would exchange keys and values again; leave attention out: use recompute.names=[norm]",
+    ),
     ({"parallel__zero": 3}, "parallel.zero=3: optimizer states are always sharded (ZeRO-1); use parallel.zero=1"),
     ({"parallel__pp": 0}, "parallel.pp=0: must be 1 or more"),
     ({"parallel__dp": 0}, "parallel.dp=0: must be 1 or more"),

@@ -272,3 +272,46 @@ def test_items_are_counted_by_depth_over_ragged_rows(write: Write) -> None:
     counts = count_items(batches)
     assert (counts.tokens, counts.mtp, counts.sequences) == (3 + 2 + 2, (2 + 1 + 2, 1 + 0 + 2), 3)
     assert count_items([dataset.batch([0, 1, 2])]) == counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=8, max_size=30), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.booleans()
+)
+def test_shards_of_rows_are_what_is_cut_from_whole_ones(
+    write: Write, lengths: list[int], shards: int, chunk: int, mask: bool
+) -> None:
+    """Tokens, MTP targets over the shards' borders, positions and documents; put together they are the row."""
+    seq_len, depth = 2 * shards * chunk, 2
+    if sum(lengths) < seq_len + 1 + depth:
+        lengths = [*lengths, seq_len + depth]
+    stream = write([list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)])
+    dataset = PackedDataset(stream, seq_len=seq_len, mtp_depth=depth, mask_documents=mask)
+    rows = list(range(min(dataset.num_rows, 3)))
+    whole, put_together = dataset.batch(rows), torch.full((3, len(rows), seq_len), -1)
+    for shard in range(shards):
+        read, cut = dataset.batch(rows, shard, shards), whole.share(shard, shards)
+        for name in ("tokens", "labels", "positions", "document_ids"):
+            assert torch.equal(getattr(read, name), getattr(cut, name)), name
+        if shards > 1:
+            assert read.shard is not None and cut.shard is not None
+            assert torch.equal(read.shard.documents, cut.shard.documents)
+            assert torch.equal(read.shard.valid, cut.shard.valid)
+            put_together[..., read.shard.places()] = read.tokens
+    assert shards == 1 or torch.equal(put_together, whole.tokens)
+    counted = [count_items([whole.share(shard, shards)]).as_tensor() for shard in range(shards)]
+    assert torch.equal(torch.stack(counted).sum(dim=0), count_items([whole]).as_tensor())
+
+
+def test_a_shard_reads_only_its_tokens(write: Write) -> None:
+    dataset = PackedDataset(counting(write, 70), seq_len=64, mtp_depth=1)
+    whole, read = dataset.stream.tokens, set[int]()
+
+    class Watched:
+        def __getitem__(self, places: slice) -> object:
+            read.update(range(places.start, places.stop))
+            return whole[places]
+
+    dataset.stream.tokens = Watched()  # type: ignore[assignment]
+    dataset.batch([0], shard=1, shards=4)
+    assert read == {*range(8, 18), *range(48, 58)}  # two chunks of 8, each with the two tokens after it

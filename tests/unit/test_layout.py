@@ -6,10 +6,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig
-from moe_engine.layout import Layout, Placement, part_of, split_stages, stages_of
+from moe_engine.layout import Layout, Placement, part_of, shard_chunks, split_stages, stages_of
 from moe_engine.schedule import schedules
 
 LAYOUTS = [
@@ -47,6 +49,7 @@ def check_groups(layout: Layout) -> None:
         {layout.ep_ranks(r) for r in ranks},
         {layout.expert_ranks(r, (layout.coordinate(r).pp,)) for r in ranks},
         {layout.dense_ranks(r, (layout.coordinate(r).pp,)) for r in ranks},
+        {layout.cp_ranks(r) for r in ranks},
     ):
         assert sorted(r for group in groups for r in group) == list(ranks)
     for r in ranks:
@@ -54,6 +57,10 @@ def check_groups(layout: Layout) -> None:
         assert ep == tuple(range(ep[0], ep[0] + layout.ep)) and r in ep
         assert [layout.coordinate(member).ep for member in ep] == list(range(layout.ep))
         assert {layout.coordinate(member).pp for member in ep} == {c.pp}
+        assert layout.cp_ranks(r)[c.cp] == r and len(layout.cp_ranks(r)) == layout.cp
+        assert {replace(layout.coordinate(member), cp=0, ep=0, edp=0) for member in layout.cp_ranks(r)} == {
+            replace(c, cp=0, ep=0, edp=0)
+        }
         replicas = layout.expert_ranks(r, (c.pp,))
         assert len(replicas) == layout.edp and {layout.coordinate(member).ep for member in replicas} == {c.ep}
         assert [layout.coordinate(member).edp for member in replicas] == list(range(layout.edp))
@@ -61,6 +68,20 @@ def check_groups(layout: Layout) -> None:
         for pp in range(layout.pp):
             neighbour = layout.coordinate(layout.neighbour(r, pp))
             assert neighbour == replace(c, pp=pp)
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_shards_are_equal_disjoint_and_have_equal_work(cp: int, size: int) -> None:
+    length = 2 * cp * size
+    shards = [[place for chunk in shard_chunks(length, cp, shard) for place in chunk] for shard in range(cp)]
+    assert sorted(place for shard in shards for place in shard) == list(range(length))
+    assert len({sum(place + 1 for place in shard) for shard in shards}) == 1  # pairs that a causal mask leaves
+
+
+@pytest.mark.parametrize(("length", "cp", "shard"), [(9, 2, 0), (6, 4, 0), (8, 2, 2), (8, 2, -1)])
+def test_shards_that_cannot_be_are_refused(length: int, cp: int, shard: int) -> None:
+    with pytest.raises(ValueError, match=f"shard {shard} of {cp} of a sequence of {length} tokens"):
+        shard_chunks(length, cp, shard)
 
 
 @pytest.mark.parametrize("holders", [(0,), (0, 2), (0, 1, 2)])

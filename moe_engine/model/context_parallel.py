@@ -1,0 +1,372 @@
+"""Attention over sequences that several ranks share: who sends what, and what is done with what arrives.
+
+Each rank holds two chunks of every sequence, an early and a late one (`layout.shard_chunks`), and needs to meet its
+queries with the keys and values of all. Three exchanges:
+
+    ring        blocks of keys and values go from rank to rank; one is used while the next is on its way. Backward sends
+                them round once more, and with them the sum of their gradients, which arrives where the block came from
+    all_gather  every rank gets all blocks at once, and uses its own meanwhile; gradients are summed where they belong
+    ulysses     every rank gets all tokens of some heads (Jacobs et al., arXiv 2309.14509)
+
+and two payloads: `kv`, keys and values; `latent`, what MLA makes them from, a normalised latent and one rotary key for
+all heads, 71 times fewer numbers in DeepSeek-V3. Who receives latents multiplies them up, in forward and in backward.
+
+A query's share of the result from one block comes with its log-sum-exp, so shares are merged exactly (Liu et al., arXiv
+2310.01889). Forward keeps queries, own keys and values (or latents), the output and its log-sum-exp; of the sequence's
+length everything else is a block that is gone when it was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_engine.config.schema import ContextParallelConfig
+from moe_engine.distributed.collectives import Communicator, Pending
+from moe_engine.model.batch import Shard
+from moe_engine.ops.attention import Visible, attention, attention_backward, attention_forward
+from moe_engine.ops.autocast import without_autocast
+from moe_engine.ops.linear import leaf, linear, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks that share sequences, in the order of their shards, and how they exchange (section `cp`)."""
+
+    ranks: Communicator
+    exchange: str
+    payload: str
+
+    @classmethod
+    def of(cls, config: ContextParallelConfig, ranks: Communicator) -> ContextParallel:
+        return cls(ranks, config.exchange, config.payload)
+
+
+class SharedRows:
+    """What the queries of a rank see of each shard's keys, for one micro-batch; found once for all layers."""
+
+    def __init__(self, shard: Shard, causal: bool = True) -> None:
+        self.shard, self.causal = shard, causal
+        self._seen: dict[tuple[bool, int], Visible] = {}
+
+    def seen(self, source: int, whole: bool = False) -> Visible:
+        """The keys of shard `source` by this shard's queries, or by those of the whole rows in their order."""
+        if (whole, source) not in self._seen:
+            keys, documents = self.shard.places(source), self.shard.documents
+            queries = torch.arange(self.shard.seq_len, device=keys.device) if whole else self.shard.places()
+            self._seen[whole, source] = Visible(
+                queries, keys, documents[:, queries], documents[:, keys], causal=self.causal
+            )
+        return self._seen[whole, source]
+
+    @cached_property
+    def all_seen(self) -> Visible:
+        """The keys of whole rows by their queries."""
+        documents = self.shard.documents
+        places = torch.arange(self.shard.seq_len, device=documents.device)
+        return Visible(places, places, documents, documents, causal=self.causal)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Where in the shards, one behind the other, the token of each place is: [S] int64."""
+        return torch.cat([self.shard.places(rank) for rank in range(self.shard.size)]).argsort()
+
+    @cached_property
+    def inverse_order(self) -> Tensor:
+        return self.order.argsort()
+
+
+class Opened(NamedTuple):
+    """A block as keys [B, n, G, d] and values [B, n, G, e], and the way of their gradients back.
+
+    back: (d_k, d_v), wide -> (gradient of the block, wide; gradient of the weight or None).
+    """
+
+    k: Tensor
+    v: Tensor
+    back: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+class KeysValues(NamedTuple):
+    """The payload `kv`: a block is [B, n, G (d + e)]."""
+
+    k: Tensor  # [B, n, G, d]
+    v: Tensor  # [B, n, G, e]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.k, self.v, None
+
+    def opener(self) -> Callable[[Tensor, Tensor | None], Opened]:
+        (heads, key), value = self.k.shape[2:], self.v.shape[3]
+
+        def opened(block: Tensor, weight: Tensor | None) -> Opened:
+            k, v = block.split((heads * key, heads * value), dim=2)
+            return Opened(k.unflatten(2, (heads, key)), v.unflatten(2, (heads, value)), back)
+
+        def back(d_k: Tensor, d_v: Tensor) -> tuple[Tensor, None]:
+            return torch.cat((d_k.flatten(2), d_v.flatten(2)), dim=2), None
+
+        return opened
+
+
+class Latents(NamedTuple):
+    """The payload `latent`: a block is [B, n, rank + rope].
+
+    weight [H (nope + e), rank] makes keys and values of all H heads; those from `first` on, `heads` of them, are made.
+    """
+
+    latent: Tensor  # [B, n, rank], normalised
+    k_rope: Tensor  # [B, n, rope], turned by its position
+    weight: Tensor
+    value: int  # e
+    first: int
+    heads: int
+    num_heads: int  # H
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.latent, self.k_rope, self.weight
+
+    def opener(self) -> Callable[[Tensor, Tensor | None], Opened]:
+        rank, rope = self.latent.shape[2], self.k_rope.shape[2]
+        size = self.weight.shape[0] // self.num_heads
+        nope, heads, rows = size - self.value, self.heads, slice(self.first * size, (self.first + self.heads) * size)
+
+        def opened(block: Tensor, weight: Tensor | None) -> Opened:
+            assert weight is not None
+            latent, k_rope = block.split((rank, rope), dim=2)
+            own, used = latent.detach().requires_grad_(), weight.detach()[rows].requires_grad_()
+            used.grad_dtype = gradient_dtype(weight)
+            with torch.enable_grad():
+                kv = linear(own, used)
+            k_nope, v = kv.detach().unflatten(2, (heads, size)).split((nope, size - nope), dim=3)
+
+            def back(d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
+                d_kv = torch.cat((d_k[..., :nope], d_v), dim=3).flatten(2).to(kv.dtype)
+                d_latent, d_used = torch.autograd.grad(kv, (own, used), d_kv)
+                d_weight = d_used
+                if heads < self.num_heads:
+                    d_weight = d_used.new_zeros(weight.shape)
+                    d_weight[rows] = d_used
+                return torch.cat((d_latent.to(d_k.dtype), d_k[..., nope:].sum(dim=2)), dim=2), d_weight
+
+            return Opened(torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, heads, -1)), dim=3), v, back)
+
+        return opened
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the blocks of one attention reach this rank's queries."""
+
+    ranks: Communicator
+    ring: bool
+    seen: Callable[[int], Visible]  # by whose block it is
+    open: Callable[[Tensor, Tensor | None], Opened]
+    scale: float
+    queue: WgradQueue | None
+    label: str
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Whose block and the block: first the own one, then those of the ranks before. The next is on its way."""
+        here, size = self.ranks.rank, self.ranks.size
+        if self.ring:
+            for i in range(size):
+                on_its_way = self.ranks.shift(own, f"{self.label} ring") if i + 1 < size else None
+                yield (here - i) % size, own
+                own = on_its_way.wait() if on_its_way else own
+            return
+        gathered = self.ranks.all_gather_start(own, f"{self.label} gather")
+        yield here, own
+        others = gathered.wait().unflatten(0, (size, -1))
+        for i in range(1, size):
+            yield (here - i) % size, others[(here - i) % size]
+
+
+class _SharedAttention(torch.autograd.Function):
+    """Queries meet the blocks of all ranks. first, second: the two tensors of the payload."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, q: Tensor, first: Tensor, second: Tensor, weight: Tensor | None, way: _Way) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.empty(0), torch.empty(0)
+        for i, (source, block) in enumerate(way.blocks(_packed(first, second))):
+            k, v, _ = way.open(block, weight)
+            part, part_lse = attention_forward(q, k, v, way.seen(source), way.scale, dtype=wide)
+            out, lse = _merged(out, lse, part, part_lse) if i else (part, part_lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, first, second, weight, out, lse)
+        ctx.way, ctx.parameter = way, None if weight is None else leaf(weight)
+        return out
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,), (q, first, second, weight, out, lse), way = grads, ctx.saved_tensors, ctx.way
+        d_q = torch.zeros_like(q, dtype=lse.dtype)
+        d_weight: Tensor | None = None
+        gradients = _RingOfGradients(way) if way.ring else _GatheredGradients(way)
+        for source, block in way.blocks(_packed(first, second)):
+            k, v, back = way.open(block, weight)
+            seen = way.seen(source)
+            d_q_part, d_k, d_v = attention_backward(d_out, q, k, v, out, lse, seen, way.scale, dtype=lse.dtype)
+            d_q += d_q_part
+            d_block, d_weight_part = back(d_k, d_v)
+            gradients.add(source, d_block)
+            if d_weight_part is not None:
+                d_weight = d_weight_part if d_weight is None else d_weight + d_weight_part
+        d_own = gradients.own()
+        d_first, d_second = d_own.split((first[0, 0].numel(), second[0, 0].numel()), dim=2)
+        if d_weight is not None:
+            ready = d_weight
+            d_weight = weight_gradient(way.queue, ctx.parameter, lambda: ready)
+        return d_q.to(q.dtype), _like(d_first, first), _like(d_second, second), d_weight, None
+
+
+class _RingOfGradients:
+    """The gradient of a block goes on with it from rank to rank, each adding its share, and arrives at its owner."""
+
+    def __init__(self, way: _Way) -> None:
+        self.way = way
+        self._coming: Pending | None = None
+
+    def add(self, source: int, d_block: Tensor) -> None:
+        """The share of this rank's queries in the gradient of the block it holds now."""
+        if self._coming is not None:
+            d_block = self._coming.wait() + d_block
+        self._coming = self.way.ranks.shift(d_block, f"{self.way.label} ring backward")
+
+    def own(self) -> Tensor:
+        assert self._coming is not None
+        return self._coming.wait()
+
+
+class _GatheredGradients:
+    """The gradients of all blocks are kept until the last, then summed in the order of ranks at their owners."""
+
+    def __init__(self, way: _Way) -> None:
+        self.way, self._blocks = way, [torch.empty(0)] * way.ranks.size
+
+    def add(self, source: int, d_block: Tensor) -> None:
+        self._blocks[source] = d_block
+
+    def own(self) -> Tensor:
+        shape = self._blocks[0].shape
+        whole = torch.stack(self._blocks).flatten()
+        return self.way.ranks.reduce_scatter_sum(whole, f"{self.way.label} gather backward").view(shape)
+
+
+def _packed(first: Tensor, second: Tensor) -> Tensor:
+    """Both tensors of a payload as one block [B, n, numbers of a token]."""
+    return torch.cat((first.flatten(2), second.flatten(2)), dim=2)
+
+
+def _like(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.reshape(x.shape).to(x.dtype)
+
+
+def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each, [B, n, H, e], and its log-sum-exps [B, n, H].
+
+    Changes `out` and `part`.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    level = total.masked_fill(total == -torch.inf, 0)  # no key seen yet: both shares are 0, and -inf - -inf is NaN
+    out *= (lse - level).exp_().unsqueeze(-1)
+    part *= (part_lse - level).exp_().unsqueeze(-1)
+    return out.add_(part), total
+
+
+def shared_attention(
+    q: Tensor,
+    payload: KeysValues | Latents,
+    cp: ContextParallel,
+    rows: SharedRows,
+    scale: float,
+    queue: WgradQueue | None = None,
+    label: str = "",
+) -> Tensor:
+    """softmax(scale * q k^T) v of this shard's queries over the keys of whole rows: q [B, n, H, d] -> [B, n, H, e].
+
+    The payload is that of this shard's tokens. All ranks of `cp` call this together. `label`: for the collective log.
+    """
+    if cp.exchange == "ulysses":
+        return _by_heads(q, payload, cp, rows, scale, queue, label)
+    way = _Way(cp.ranks, cp.exchange == "ring", rows.seen, payload.opener(), scale, queue, label)
+    out: Tensor = _SharedAttention.apply(q, *payload.tensors(), way)
+    return out
+
+
+def _by_heads(
+    q: Tensor,
+    payload: KeysValues | Latents,
+    cp: ContextParallel,
+    rows: SharedRows,
+    scale: float,
+    queue: WgradQueue | None,
+    label: str,
+) -> Tensor:
+    """Ulysses: whole rows of some heads on each rank."""
+    size, H = cp.ranks.size, q.shape[2]
+    own = H // size
+    to_ranks = [_heads_for_ranks(q, [range(rank * own, (rank + 1) * own) for rank in range(size)])]
+    if isinstance(payload, KeysValues):
+        served = H // payload.k.shape[2]  # query heads of each key-value head
+        needed = [range(rank * own // served, ((rank + 1) * own - 1) // served + 1) for rank in range(size)]
+        to_ranks += [_heads_for_ranks(payload.k, needed), _heads_for_ranks(payload.v, needed)]
+    arrived = [_whole_rows(x, rows) for x in _exchanged(to_ranks, cp.ranks, f"{label} heads")]
+    if isinstance(payload, KeysValues):
+        q_, k_, v_ = arrived
+        y, _ = attention(q_, k_, v_, rows.all_seen, scale)
+    else:
+        part = payload._replace(first=cp.ranks.rank * own, heads=own)
+
+        def seen(source: int) -> Visible:
+            return rows.seen(source, whole=True)
+
+        way = _Way(cp.ranks, False, seen, part.opener(), scale, queue, label)
+        y = _SharedAttention.apply(arrived[0], *part.tensors(), way)
+    back = y[:, rows.inverse_order].unflatten(1, (size, -1)).transpose(0, 1)  # [cp, B, n, H / cp, e]
+    (whole,) = _exchanged([back], cp.ranks, f"{label} tokens")
+    return whole.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _heads_for_ranks(x: Tensor, heads: list[range]) -> Tensor:
+    """x [B, n, heads, d] -> [cp, B, n, heads of a rank, d]; a head that several ranks need goes to each."""
+    chosen = torch.tensor([list(part) for part in heads], device=x.device)  # [cp, heads of a rank]
+    return x[:, :, chosen].permute(2, 0, 1, 3, 4)
+
+
+def _whole_rows(x: Tensor, rows: SharedRows) -> Tensor:
+    """x [cp, B, n, heads, d], by the shard that it came from -> [B, S, heads, d] in the order of the row."""
+    return x.transpose(0, 1).flatten(1, 2)[:, rows.order]
+
+
+def _exchanged(parts: list[Tensor], ranks: Communicator, label: str) -> list[Tensor]:
+    """Slice i of each part [cp, …] goes to rank i, in one message; what came from rank i is slice i of the results."""
+    shapes = [part.shape for part in parts]
+    message = torch.cat([part.flatten(1) for part in parts], dim=1)
+    arrived: Tensor = _AllToAll.apply(message, ranks, label)
+    sizes = [shape[1:].numel() for shape in shapes]
+    return [x.reshape(shape) for x, shape in zip(arrived.split(sizes, dim=1), shapes, strict=True)]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Row i of x [cp, n] goes to rank i; so do the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, label: str) -> Tensor:
+        ctx.ranks, ctx.label = ranks, label
+        splits = [1] * ranks.size
+        return ranks.all_to_all(x, splits, splits, label).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        splits = [1] * ctx.ranks.size
+        return ctx.ranks.all_to_all(grads[0], splits, splits, f"{ctx.label} backward").wait(), None, None
