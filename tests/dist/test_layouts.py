@@ -77,12 +77,12 @@ FEW = [
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True),
     Case(pp=2, dp=1, schedule="dualpipe", recompute="selective"),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", wire="fp8", padding=True),
-    Case(cp=2, ep=2, micro_batch=2, padding=True),
-    Case(cp=4, exchange="all_gather", payload="latent", model="v3_yarn", ep=2, mtp_depth=2),
-    Case(cp=4, exchange="ulysses", payload="latent", model="v3_heads", tied=True),
-    Case(cp=4, exchange="ulysses", model="qwen3_heads", ep=4, z_loss=True, padding=True),
-    Case(pp=2, cp=2, ep=2, schedule="dualpipe", payload="latent", recompute="full", tied=True),
-    Case(dp=2, cp=2, ep=4, schedule="overlapped_1f1b", skew=True),
+    Case(cp=2, ep=2, micro_batch=2, padding=True, steps=2),
+    Case(cp=4, exchange="all_gather", payload="latent", model="v3_yarn", ep=2, mtp_depth=2, steps=2),
+    Case(cp=4, exchange="ulysses", payload="latent", model="v3_heads", tied=True, steps=2),
+    Case(cp=4, exchange="ulysses", model="qwen3_heads", ep=4, z_loss=True, padding=True, steps=2),
+    Case(pp=2, cp=2, ep=2, schedule="dualpipe", payload="latent", recompute="full", tied=True, steps=2),
+    Case(dp=2, cp=2, ep=4, schedule="overlapped_1f1b", skew=True, steps=2),
 ]
 
 
@@ -106,7 +106,8 @@ def over_contexts() -> list[Case]:
             schedule = "zb_h1"
         case = Case(pp=pp, cp=cp, ep=ep, schedule=schedule, model=model, exchange=exchange, payload=payload)
         found.append(replace(case, **variants[(number + number // 8) % 8]))
-    return [*found, Case(dp=2, cp=2, ep=4, pp=2, schedule="dualpipe", payload="latent", padding=True)]
+    found.append(Case(dp=2, cp=2, ep=4, pp=2, schedule="dualpipe", payload="latent", padding=True))
+    return [replace(case, steps=3) for case in found]
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
