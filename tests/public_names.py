@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-PACKAGES = ["moe_engine"]
+PACKAGES = ["moe_engine", "moe_engine.integrations.transformers"]
 # Of a module, what its user calls. The other methods of MoELayer are the phases that the engine's blocks run.
 METHODS = ("__init__", "forward", "reset_parameters", "update_balance", "update_balance_after")
 
@@ -30,8 +30,10 @@ def _described(name: str, value: Any) -> Iterator[str]:
     elif inspect.isclass(value):
         yield f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"
         yield from (f"    {method}{_signature(vars(value)[method])}" for method in METHODS if method in vars(value))
-    else:
+    elif callable(value):
         yield f"{name}{_signature(value)}"
+    else:
+        yield f"{name} = {value!r}"
 
 
 def text() -> str:

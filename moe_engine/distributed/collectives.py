@@ -126,6 +126,11 @@ class Communicator:
         ranks = dist.get_process_group_ranks(group)
         return cls("given", ranks, dist.get_rank(), group if len(ranks) > 1 else None)
 
+    @classmethod
+    def of_world(cls) -> Communicator:
+        """All ranks of a world that somebody else started, or this one alone."""
+        return cls.of_group(dist.group.WORLD) if dist.is_initialized() else cls.alone()
+
     def __repr__(self) -> str:
         return f"Communicator({self.name}, ranks={self.ranks})"
 

@@ -19,6 +19,7 @@ from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe.balance import update_expert_bias
 from moe_engine.ops.activation import log_sigmoid, sigmoid
 from moe_engine.ops.choose import choose, chosen_ids
+from moe_engine.ops.count import count_on_backward
 from moe_engine.ops.linear import wide_linear
 from moe_engine.ops.random import normal
 
@@ -93,7 +94,7 @@ class Router(nn.Module):
         if self.training:
             if self.num_tokens_per_expert.device != x.device:  # a wrapper moved parameters and buffers alone
                 self.num_tokens_per_expert = self.num_tokens_per_expert.to(x.device)
-            logits = _CountOnBackward.apply(logits, self, expert_ids, token_mask)
+            logits = count_on_backward(logits, self.num_tokens_per_expert, expert_ids, token_mask)
         return Routing(expert_ids, self._weigh(logits, expert_ids), logits, scores)
 
     def update_balance(self, group: Any = None) -> None:
@@ -147,20 +148,3 @@ class Router(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.expert_bias = self.expert_bias.float()  # load_state_dict(assign=True) takes any dtype
-
-
-class _CountOnBackward(torch.autograd.Function):
-    """The identity; its first backward adds the choice to the router's counts."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, router: Router, expert_ids: Tensor, token_mask: Tensor | None) -> Tensor:
-        counted = expert_ids if token_mask is None else expert_ids[token_mask]
-        ctx.router, ctx.counts = router, torch.bincount(counted.reshape(-1), minlength=router.config.num_experts)
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.counts is not None:
-            ctx.router.num_tokens_per_expert += ctx.counts
-            ctx.counts = None
-        return grads[0], None, None, None

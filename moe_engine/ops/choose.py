@@ -23,4 +23,7 @@ def choose(scores: Tensor, k: int) -> Tensor:
 
 def chosen_ids(mask: Tensor, k: int) -> Tensor:
     """Indices of the True entries of a mask with k in each row: bool [T, N] -> int64 [T, k], ascending."""
+    if torch.compiler.is_compiling():  # a graph wants sizes that do not depend on the data
+        ids = torch.arange(mask.shape[1], device=mask.device).where(mask, mask.shape[1])
+        return ids.sort(dim=1).values[:, :k]
     return mask.nonzero()[:, 1].view(-1, k)

@@ -27,12 +27,13 @@ class Activation:
 
     name: silu | gelu | gelu_tanh | relu | relu_squared; gated: act(gate) * up, else act(up);
     limit: above 0, gpt-oss's clamped SwiGLU in place of `name`: with gate at most `limit` and up within -limit … limit,
-    gate * sigmoid(1.702 gate) * (up + 1).
+    gate * sigmoid(1.702 gate) * (up + 1). function: somebody else's, of the first projection's rows, in place of all.
     """
 
     name: str = "silu"
     gated: bool = True
     limit: float = 0.0
+    function: Callable[[Tensor], Tensor] | None = None
 
     def width(self, hidden: int) -> int:
         """Rows of the first projection of an expert with `hidden` inner features."""
@@ -102,8 +103,11 @@ def expert_activation(up: Tensor, weight: Tensor | None, activation: Activation)
     weight [N] multiplies the result, so that the second projection's output is needed neither for the weight's gradient
     nor row by row. Calculated in fp32 and rounded once.
     """
+    if activation.function is not None:
+        out = activation.function(up)
+        return out if weight is None else (out * weight[:, None]).to(up.dtype)
     if activation.gated and activation.name == "silu" and not activation.limit:
         return swiglu(up, weight)
     flat = up.reshape(-1, up.shape[-1])
-    out: Tensor = _Activate.apply(flat, None if weight is None else weight.reshape(-1), activation)
+    out = _Activate.apply(flat, None if weight is None else weight.reshape(-1), activation)
     return out.view(*up.shape[:-1], out.shape[-1])

@@ -16,7 +16,7 @@ from moe_kernels import grouped_gemm, grouped_wgrad
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], queue: WgradQueue | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int] | Tensor, queue: WgradQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.queue, ctx.parameter = counts, queue, leaf(weight)
         return grouped_gemm(x, weight.transpose(1, 2), counts)
@@ -34,7 +34,7 @@ class _GroupedLinear(torch.autograd.Function):
         return d_x, d_weight, None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: list[int], queue: WgradQueue | None = None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: list[int] | Tensor, queue: WgradQueue | None = None) -> Tensor:
     """Rows of expert i times weight[i]^T: x [N, in] sorted by expert, weight [e, out, in] -> [N, out].
 
     counts: rows of each expert, summing to N. An expert without rows gets a zero gradient, not None.

@@ -110,12 +110,13 @@ class ExpertOrder:
     """Rows in the order of their experts.
 
     rows: from received rows [R] to expert rows [N]; slots [N]: the flat index r*k + slot each came from;
-    counts: expert rows of each local expert.
+    counts: expert rows of each local expert. In a compiled graph unused slots come last, as rows of no expert (N is
+    R*k), and counts is a tensor.
     """
 
     rows: RowMap
     slots: Tensor
-    counts: list[int]
+    counts: list[int] | Tensor
 
 
 def order_by_expert(local_ids: Tensor, num_experts: int) -> ExpertOrder:
@@ -125,8 +126,21 @@ def order_by_expert(local_ids: Tensor, num_experts: int) -> ExpertOrder:
     """
     flat = local_ids.reshape(-1).long()
     keys = flat.where(flat >= 0, num_experts)
+    if torch.compiler.is_compiling():
+        return _order_in_graph(keys, local_ids.shape, num_experts)
     counts: list[int] = torch.bincount(keys, minlength=num_experts + 1).tolist()[:num_experts]
     slots = keys.argsort(stable=True)[: sum(counts)]
     places = torch.full_like(flat, -1)
     places[slots] = torch.arange(len(slots), device=flat.device)
     return ExpertOrder(RowMap(slots // local_ids.shape[1], places.view(local_ids.shape)), slots, counts)
+
+
+def _order_in_graph(keys: Tensor, shape: torch.Size, num_experts: int) -> ExpertOrder:
+    """The same without a size that depends on the data."""
+    slots = keys.argsort(stable=True)
+    places = torch.zeros_like(keys).scatter_(0, slots, torch.arange(len(slots), device=keys.device))
+    places = places.masked_fill(keys == num_experts, -1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys.device).index_add_(
+        0, keys, torch.ones_like(keys)
+    )
+    return ExpertOrder(RowMap(slots // shape[1], places.view(shape)), slots, counts[:num_experts])

@@ -1,0 +1,1 @@
+"""The layer in other libraries: Hugging Face transformers."""
