@@ -86,16 +86,17 @@ class DedupExpertParallel(EPImplementation):
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.ep = Communicator.of_group(ep_mesh)
+        ep = Communicator.of_group(ep_mesh)
+        self.links = wire.Links(ep, ep)
         self.num_local: int = experts.num_experts
-        self.placement = ExpertPlacement(self.num_local * self.ep.size, self.ep.size)
+        self.placement = ExpertPlacement(self.num_local * ep.size, ep.size)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         number = hidden_states.shape[0]
         x, ids, weights = split_rows(self.tp_mesh, hidden_states, top_k_index, top_k_weights)
         ids, order = ids.sort(dim=1)
         weights = weights.to(torch.promote_types(x.dtype, torch.float32)).gather(1, order)
-        handle = wire.plan(ids, self.placement, self.ep, self.ep)
+        handle = wire.plan(ids, self.placement, self.links)
         packed = wire.pack_rows(x, ids, weights, self.placement, handle)
         rows = wire.dispatch_wait(wire.dispatch_start(packed, handle))
         out = self._run(rows)
