@@ -6,10 +6,13 @@ EXTRAS ?= test,dev,triton,hf,slurm
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed.stamp
-TIERS := $(wildcard tests/unit tests/kernels tests/dist tests/e2e tests/compat)
+# Tests of one process run on two cores at once; those that start ranks of their own have the machine to themselves.
+SHARED := $(wildcard tests/unit tests/kernels tests/compat)
+ALONE := $(wildcard tests/dist tests/e2e)
 
 # One thread per process: ranks share the cores, and results do not depend on the machine's core count.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+TWO := -n 2 --dist loadfile
 # pytest's exit code 5 says that a tier has no test (yet), which is no error.
 EMPTY_IS_FINE := || [ $$? -eq 5 ]
 
@@ -25,14 +28,16 @@ train: $(INSTALLED) ## train the quickstart model on this machine (ARGS="train.s
 	$(BIN)/moe-engine train experiment=quickstart run.overwrite=true $(ARGS)
 
 test: $(INSTALLED) ## all tests that need no GPU and are not slow
-	$(PYTEST) --durations=10 $(TIERS) $(ARGS) $(EMPTY_IS_FINE)
+	@failed=; for tests in "$(TWO) $(SHARED)" "$(ALONE)"; do \
+		echo "== pytest $$tests"; $(PYTEST) --durations=10 $$tests $(ARGS) $(EMPTY_IS_FINE) || failed=1; \
+	done; test -z "$$failed"
 
 check: $(INSTALLED) ## format, lint, types, import rules, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) tests/unit $(EMPTY_IS_FINE)
+	$(PYTEST) $(TWO) tests/unit $(EMPTY_IS_FINE)
 
 slow: $(INSTALLED) ## the long tests: full layout matrix, builds, long runs
 	$(PYTEST) -m slow --timeout=1800 --durations=10 tests $(ARGS) $(EMPTY_IS_FINE)

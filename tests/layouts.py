@@ -8,8 +8,9 @@ near-tie would flip between layouts for no fault of the engine).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -363,4 +364,37 @@ def one_process(case: Case) -> Case:
         placement=0,
         recompute="none",
         stages=(),
+        overlap=True,
     )
+
+
+def truth(case: Case) -> Record:
+    """One process on the same job, for all its steps; made once for all layouts of the job."""
+    return _truth(one_process(replace(case, steps=case.total_steps)))
+
+
+@cache
+def _truth(case: Case) -> Record:
+    record = run(case)
+    assert record.margin > 1e-6, "a near-tie in the routing: choose another seed for the test data"
+    return record
+
+
+def first_losses(cases: Sequence[Case]) -> list[tuple[float, list[float]]]:
+    """Loss and MTP losses of each case's first step; cases of as many ranks share one start of them."""
+    found: dict[Case, tuple[float, list[float]]] = {}
+    for world in sorted({case.world for case in cases}):
+        own = [case for case in cases if case.world == world]
+        results = run_ranks(world, _first_losses, own)
+        assert all(result == results[0] for result in results), "losses differ between ranks"
+        found |= dict(zip(own, results[0], strict=True))
+    return [found[case] for case in cases]
+
+
+def _first_losses(rank: int, cases: Sequence[Case]) -> list[tuple[float, list[float]]]:
+    found = []
+    for case in cases:
+        trainer = Trainer(config_of(case), rank, torch.device("cpu"))
+        result = trainer.update(trainer.accumulate(rank_batches(trainer, case, 0)))
+        found.append((result.loss, list(result.mtp_losses)))
+    return found

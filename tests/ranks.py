@@ -8,6 +8,8 @@ failure, not a hang.
 from __future__ import annotations
 
 import faulthandler
+import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 - torch imports it at a first backward: once, not in each rank
+from torch import Tensor
 
 from moe_engine.distributed import groups
 
@@ -33,8 +36,10 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, time_limit: 
             fork.Process(target=_rank, args=(Path(folder), rank, world, function, args, time_limit), daemon=True)
             for rank in range(world)
         ]
+        gc.freeze()  # a collection in a rank would touch, and so copy, all that it shares with its parent
         for process in processes:
             process.start()
+        gc.unfreeze()
         _wait(processes, Path(folder), time_limit)
         failed = [rank for rank in range(world) if processes[rank].exitcode != 0]
         if failed:
@@ -64,7 +69,7 @@ def _rank(folder: Path, rank: int, world: int, function: Callable[..., Any], arg
         torch.set_num_threads(1)
         groups.start(torch.device("cpu"), f"file://{folder}/rendezvous", timeout_s=time_limit)
         result = function(rank, *args)
-        (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+        (folder / f"result{rank}").write_bytes(_dumps(result))
         groups.stop()
     except BaseException:
         faulthandler.cancel_dump_traceback_later()  # it would cut into the traceback
@@ -72,6 +77,26 @@ def _rank(folder: Path, rank: int, world: int, function: Callable[..., Any], arg
         errors.flush()
         os._exit(1)
     os._exit(0)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as their bytes. torch's own way, an archive for each tensor, took a quarter of a small training run."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor:
+            return NotImplemented
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (bytearray(flat), value.dtype, value.shape)
+
+
+def _dumps(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(result)
+    return buffer.getvalue()
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _report(folder: Path, world: int, failed: list[int], time_limit: float) -> str:

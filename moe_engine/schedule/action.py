@@ -28,6 +28,8 @@ class Kind(Enum):
     W = "W"  # the weight gradient that an earlier I left in the queue
     FB = "F&B"  # an overlapped pair: F of one micro-batch, B of another
 
+    __hash__ = object.__hash__  # as of Output
+
 
 @dataclass(frozen=True, slots=True)
 class Action:

@@ -157,12 +157,11 @@ def _all_sizes(rank: int, pp: int, names: Sequence[str]) -> dict[tuple[str, int]
 
 def whole_gradients(ranks: list[dict[tuple[str, int], Tensor]]) -> dict[str, Tensor]:
     """The shards of all ranks put together, by name."""
-    parts = sorted((key, part) for rank in ranks for key, part in ((k, v.tolist()) for k, v in rank.items()))
-    whole: dict[str, list[float]] = {}
-    for (name, start), part in parts:
-        assert start == len(whole.setdefault(name, [])), f"{name}: shards do not join"
-        whole[name] += part
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in whole.items()}
+    parts: dict[str, list[Tensor]] = {}
+    for (name, start), part in sorted((item for rank in ranks for item in rank.items()), key=lambda item: item[0]):
+        assert start == sum(len(each) for each in parts.setdefault(name, [])), f"{name}: shards do not join"
+        parts[name].append(part.reshape(-1).double())
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
 def assert_same_order(logs: list[list[CollectiveRecord]], where: object) -> None:

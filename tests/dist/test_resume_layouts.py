@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from layouts import Case, differences, one_process, run
+from layouts import Case, differences, run, truth
 
 BEFORE, AFTER = 2, 3
 LAYOUTS = [
@@ -20,9 +20,8 @@ LAYOUTS = [
 
 def goes_on(saver: Case, loader: Case, folder: Path) -> dict[str, float]:
     """Save after BEFORE steps at `saver`, go on for AFTER steps at `loader`; differences from one process."""
-    whole = run(one_process(saver))
     run(replace(saver, steps=BEFORE), save_to=folder)
-    return differences(whole, run(replace(loader, steps=AFTER), load_from=folder), first=BEFORE)
+    return differences(truth(saver), run(replace(loader, steps=AFTER), load_from=folder), first=BEFORE)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_schedule_compares_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_schedule_compares_memory_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["schedule", "pipeline=all", "parallel.pp=16", "pipeline.micro_batches=64", "model=deepseek_v3"]
+    words = ["schedule", "pipeline=all", "parallel.pp=8", "pipeline.micro_batches=40", "model=deepseek_v3"]
     words += ["parallel.dp=128", "parallel.ep=64"]
     memory: dict[str, dict[str, float]] = {}
     for recompute in ("none", "selective", "full"):

@@ -17,7 +17,7 @@ from moe_engine.planner.answer import answer, room
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.request import Request
-from moe_engine.planner.search import Found, search, why
+from moe_engine.planner.search import Found, Result, search, why
 from moe_engine.planner.strategy import Strategy
 
 MODEL = Architecture(
@@ -40,20 +40,22 @@ def everything() -> list[Found]:
     return sorted(kept.values(), key=lambda found: found.seconds)
 
 
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return search(REQUEST, Efficiency())
+
+
 @pytest.mark.slow
-def test_the_bound_misses_nothing() -> None:
-    result = search(REQUEST, Efficiency())
+def test_the_bound_misses_nothing(result: Result) -> None:
     assert result.planned < result.candidates / 2
     assert [found.seconds for found in result.best] == [found.seconds for found in everything()[: searching.KEPT]]
 
 
-def test_the_result_is_the_same_again() -> None:
-    first, second = (search(REQUEST, Efficiency()) for _ in range(2))
-    assert [found.key for found in first.best] == [found.key for found in second.best]
+def test_the_result_is_the_same_again(result: Result) -> None:
+    assert [found.key for found in result.best] == [found.key for found in search(REQUEST, Efficiency()).best]
 
 
-def test_every_loser_has_a_reason() -> None:
-    result = search(REQUEST, Efficiency())
+def test_every_loser_has_a_reason(result: Result) -> None:
     reasons = [why(found, result.best[0]) for found in result.best]
     assert reasons[0] == "the fastest"
     assert all(reason.startswith("+") and ":" in reason for reason in reasons[1:])
