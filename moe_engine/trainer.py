@@ -31,6 +31,7 @@ from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
 from moe_engine.moe.balance import update_expert_bias
 from moe_engine.moe.layer import MoELayer
+from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.random import normal
 from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.rebalance import Rearranged, Rebalancer
@@ -95,6 +96,8 @@ class Trainer:
         self.config, self.device = config, device
         self.micro_batches = config.train.global_batch // ((config.parallel.dp or 1) * config.train.micro_batch)
         self.groups = self._groups(rank, log)
+        precision = config.precision
+        self.fp8 = Fp8(precision.wgrad, precision.power_of_two_scales) if precision.name == "fp8" else None
         self.stages = self._stages()
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)
@@ -126,6 +129,8 @@ class Trainer:
         for index in placement.stages_of_rank[self.groups.layout.coordinate(self.groups.rank).pp]:
             spec = placement.stages[index]
             stage = Stage(spec, config.model, config.moe, self.groups, dtype, self.device, config.recompute, config.cp)
+            if self.fp8 is not None:
+                stage.use_fp8(self.fp8, config.precision.bf16_first_layers, config.precision.bf16_last_layers)
             for other in stages.values():
                 stage.share(other)
             stages[index] = stage
@@ -143,6 +148,10 @@ class Trainer:
     def named(self) -> list[NamedParameter]:
         """Every parameter of this rank with its global names: experts' names change when they move."""
         return named_parameters(self.stages.values(), self.groups.placement)
+
+    def _parameters_moved(self) -> None:
+        if self.fp8 is not None:
+            self.fp8.forget()
 
     def moe_layers(self) -> dict[str, MoELayer]:
         """Every MoE layer of this rank by global name."""
@@ -190,6 +199,7 @@ class Trainer:
         items, sums = gradients.items, gradients.sums
         lr = learning_rate(self.config.optim, self.steps_done, self.config.train.steps)
         stats = self.optimizer.step(lr)
+        self._parameters_moved()
         counts = self._take_expert_counts()
         if not stats.skipped:
             for name, layer in self.moe_layers().items():
@@ -259,7 +269,11 @@ class Trainer:
         if not every:
             return None
         self.rebalancer.observe(loads.counts)
-        return None if self.steps_done % every else self.rebalancer.rearrange()
+        if self.steps_done % every:
+            return None
+        rearranged = self.rebalancer.rearrange()
+        self._parameters_moved()
+        return rearranged
 
     def _extras(self) -> dict[str, Tensor]:
         """State beside parameters: the balancing biases."""
@@ -288,6 +302,7 @@ class Trainer:
         self.optimizer.set_parameters_from_masters()
         if "experts" in meta:
             self.rebalancer.restore(meta["experts"])
+        self._parameters_moved()
         return meta
 
     def load_weights(self, path: Path) -> list[str]:
@@ -299,6 +314,7 @@ class Trainer:
             path, self.config.model, self.optimizer.named_shards(), self._extras(), self.groups.world
         )
         self.optimizer.set_parameters_from_masters()
+        self._parameters_moved()
         return notes
 
     def load_newest(self, folder: Path) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from moe_engine.model.transformer import LossRule, Seams, StageOutput
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.layer import Packed
 from moe_engine.moe.placement import ExpertPlacement
-from moe_engine.ops.linear import leaf, weight_gradient
-from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from moe_engine.config.schema import ModelConfig
 from moe_engine.distributed.groups import Groups
 from moe_engine.model.batch import Batch
 from moe_engine.model.transformer import LossRule, StageOutput
-from moe_engine.ops.linear import leaf, weight_gradient
-from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
 from moe_engine.schedule.simulate import Cost
 
 CALIBRATION_SLEEPS = 50

@@ -172,10 +172,17 @@ class RecomputeConfig:
 class PrecisionConfig:
     """Section `precision`: formats of parameters and compute, of summed gradients, of master weights and moments."""
 
-    name: str = "bf16"  # the recipe: bf16 | fp32 | fp64
+    name: str = "bf16"  # the recipe: bf16 | fp32 | fp64 | fp8: bf16 with the products of layers and experts in fp8
     compute: str = "bfloat16"  # parameters and activations
     gradient: str = "float32"  # sums of gradients
     master: str = "float32"  # master weights and AdamW's moments
+    # fp8 alone
+    wgrad: str = "fp8"  # fp8 | bf16: the operands of weight gradients
+    power_of_two_scales: bool = (
+        True  # else any fp32 number; then the tiles of a kept input change with one more rounding
+    )
+    bf16_first_layers: int = 0  # this many decoder layers at the start stay in bf16 …
+    bf16_last_layers: int = 0  # … and this many at the end, MTP blocks not counted
 
 
 @dataclass

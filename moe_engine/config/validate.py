@@ -16,9 +16,10 @@ from moe_engine.config import strict
 from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_model, check_trainable
 from moe_engine.config.rules import Rules as _Rules
-from moe_engine.config.schema import Config, MoEConfig
+from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig
 
-PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # recipe: its compute format
+# recipe: its compute format
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 
 _WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
 _CHOICES = {
@@ -33,6 +34,7 @@ _CHOICES = {
     "precision.compute": tuple(_WIDTHS),
     "precision.gradient": ("float32", "float64"),
     "precision.master": ("float32", "float64"),
+    "precision.wgrad": ("fp8", "bf16"),
 }
 
 
@@ -136,7 +138,7 @@ def _check_groups(rules: _Rules, experts: str, top_k: str, groups: str, top_grou
 
 
 def _check_precision(rules: _Rules) -> None:
-    names = ("name", "compute", "gradient", "master")
+    names = ("name", "compute", "gradient", "master", "wgrad")
     for name in names:
         rules.one_of(f"precision.{name}", _CHOICES[f"precision.{name}"])
     if not rules.sound(*(f"precision.{name}" for name in names)):
@@ -152,6 +154,28 @@ def _check_precision(rules: _Rules) -> None:
                 f"precision.{name}",
                 f"must be at least as wide as precision.compute={compute}; use precision.{name}={compute}",
             )
+    _check_fp8(rules)
+
+
+def _check_fp8(rules: _Rules) -> None:
+    """The options of the fp8 recipe."""
+    ends = ("precision.bf16_first_layers", "precision.bf16_last_layers")
+    rules.at_least(0, *ends)
+    default, given = PrecisionConfig(), rules["precision"]
+    if rules["precision.name"] != "fp8":
+        for name in ("wgrad", "power_of_two_scales", "bf16_first_layers", "bf16_last_layers"):
+            usual = getattr(default, name)
+            if getattr(given, name) != usual:
+                shown = str(usual).lower() if isinstance(usual, bool) else usual
+                rules.refuse(
+                    f"precision.{name}", f"is an option of fp8 training; use precision=fp8, or precision.{name}={shown}"
+                )
+    elif rules.sound(*ends, "model.num_layers") and sum(rules[end] for end in ends) > rules["model.num_layers"]:
+        rules.refuse(
+            ends[1],
+            f"with {ends[0]}={rules[ends[0]]} these are more than model.num_layers={rules['model.num_layers']}; "
+            f"use {ends[1]}={max(0, rules['model.num_layers'] - rules[ends[0]])}, or precision=bf16",
+        )
 
 
 def _check_recompute(rules: _Rules) -> None:

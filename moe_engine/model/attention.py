@@ -23,7 +23,7 @@ from moe_engine.model.core_attention import core_attention
 from moe_engine.model.layers import RMSNorm
 from moe_engine.model.rope import angles, rotate, score_growth
 from moe_engine.ops.attention import Visible, whole_rows
-from moe_engine.ops.linear import Linear
+from moe_engine.ops.linear import Linear, linears
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
@@ -147,7 +147,10 @@ class LatentAttention(Attention):
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._queries(x, context, queue, segments), *self._keys_values(x, context, queue, segments)
+        into_queries = self.q_down if self.model.q_lora_rank else self.q_proj
+        queries, latent = linears(x, [into_queries, self.kv_down], queue)
+        q = self._queries(queries, context, queue, segments)
+        return q, *self._keys_values(latent, context, queue, segments)
 
     def _scale(self) -> float:
         return (self.model.qk_nope_head_dim + self.model.qk_rope_head_dim) ** -0.5 * score_growth(self.model)
@@ -165,7 +168,7 @@ class LatentAttention(Attention):
     def _queries(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> Tensor:
-        """[B, S, H, nope + rope]."""
+        """From the first projection of x: [B, S, H, nope + rope]."""
         nope, rope = self.model.qk_nope_head_dim, self.model.qk_rope_head_dim
 
         def turned(q: Tensor) -> Tensor:
@@ -173,17 +176,19 @@ class LatentAttention(Attention):
             return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin, self.model.rope_style)), dim=-1)
 
         if not self.model.q_lora_rank:
-            return turned(self.q_proj(x, queue))
-        latent = segment(segments, "norm", self.q_norm, self.q_down(x, queue))
+            return turned(x)
+        latent = segment(segments, "norm", self.q_norm, x)
         q: Tensor = segment(segments, "mla_up", lambda latent: turned(self.q_up(latent, queue)), latent)
         return q
 
     def _keys_values(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor]:
-        """[B, S, H, nope + rope] and [B, S, H, v]; or, where latents travel, [B, S, rank] and [B, S, rope]."""
+        """From the latent and the rotary key: [B, S, H, nope + rope] and [B, S, H, v]; or, where latents travel,
+        [B, S, rank] and [B, S, rope].
+        """
         model = self.model
-        latent, k_rope = self.kv_down(x, queue).split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
+        latent, k_rope = x.split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
         nope, value = model.qk_nope_head_dim, model.v_head_dim
         normed = segment(segments, "norm", self.kv_norm, latent)
         if self._sends_latents(context):
@@ -221,10 +226,9 @@ class GroupedAttention(Attention):
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q = self._turned(self.q_proj(x, queue), self.q_norm, context)
-        k = self._turned(self.k_proj(x, queue), self.k_norm, context)
-        v = self.v_proj(x, queue).view(*context.shape, self.model.num_kv_heads, self.model.head_dim)
-        return q, k, v
+        q, k, v = linears(x, [self.q_proj, self.k_proj, self.v_proj], queue)
+        q, k = self._turned(q, self.q_norm, context), self._turned(k, self.k_norm, context)
+        return q, k, v.view(*context.shape, self.model.num_kv_heads, self.model.head_dim)
 
     def _scale(self) -> float:
         return self.model.head_dim**-0.5

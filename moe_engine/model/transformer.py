@@ -27,6 +27,7 @@ from moe_engine.model.layers import RMSNorm, Table
 from moe_engine.model.mtp import MTPModule
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.embedding import embedding
+from moe_engine.ops.fp8 import Fp8, use_fp8
 from moe_engine.ops.linear import linear
 from moe_engine.ops.loss import cross_entropy
 from moe_engine.ops.recompute import closed_segments, recomputed_names, segment
@@ -121,6 +122,13 @@ class Stage(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def use_fp8(self, fp8: Fp8, first: int = 0, last: int = 0) -> None:
+        """Compute layers and MTP in fp8, but for the model's `first` and `last` decoder layers."""
+        for index, layer in self.layers.items():
+            if first <= int(index) < self.model.num_layers - last:
+                use_fp8(layer, fp8)
+        use_fp8(self.mtp, fp8)
 
     def share(self, other: Stage) -> None:
         """Use the tables of another stage on this rank (one parameter, one gradient)."""

@@ -12,6 +12,8 @@ from moe_engine.config.schema import MoEConfig
 from moe_engine.moe.dispatch import Rows
 from moe_engine.ops.bias import add_bias
 from moe_engine.ops.expert_activation import Activation, expert_activation
+from moe_engine.ops.fp8 import Fp8
+from moe_engine.ops.fp8_linear import fp8_grouped_linear, fp8_mlp
 from moe_engine.ops.grouped_linear import grouped_linear
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
 from moe_engine.ops.recompute import Segments, segment
@@ -52,6 +54,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.ids, self.activation = tuple(ids), activation
+        self.fp8: Fp8 | None = None  # how they compute in fp8 (`ops.fp8.use_fp8` sets it)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(len(self.ids), *shape, dtype=dtype, device=device))
@@ -75,7 +78,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """See `through_experts`."""
-        return through_experts(rows, self.weights(), self.activation, queue, segments)
+        return through_experts(rows, self.weights(), self.activation, queue, segments, self.fp8)
 
 
 def through_experts(
@@ -84,19 +87,29 @@ def through_experts(
     activation: Activation,
     queue: WgradQueue | None = None,
     segments: Segments | None = None,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """Each row through the experts in its slots, weighted and summed in slot order: [R, D].
 
     The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
+    In fp8 SwiGLU experts without biases keep its input alone, in fp8; others keep what their activation keeps.
     """
     order = order_by_expert(rows.local_ids, experts.down.shape[0])
     weights = take(rows.weights, order.slots, order.rows.places)
-    x = permute(rows.x, order.rows)  # [N, D]
-    up = grouped_linear(x, experts.up, order.counts, queue)  # [N, 2F]
+    if fp8 is not None and activation == Activation() and experts.up_bias is None and experts.down_bias is None:
+        out = fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, order.counts, order.rows)  # [N, D]
+        return unpermute(out, order.rows)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        if fp8 is not None:
+            return fp8_grouped_linear(x, weight, order.counts, fp8, queue)
+        return grouped_linear(x, weight, order.counts, queue)
+
+    up = product(permute(rows.x, order.rows), experts.up)  # [N, 2F]
     if experts.up_bias is not None:
         up = add_bias(up, None, experts.up_bias, order.counts)
     hidden = segment(segments, "swiglu", _activate(activation), up, weights)  # [N, F]
-    out = grouped_linear(hidden, experts.down, order.counts, queue)
+    out = product(hidden, experts.down)
     if experts.down_bias is not None:
         out = add_bias(out, weights, experts.down_bias, order.counts)
     return unpermute(out, order.rows)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_engine.ops.expert_activation import Activation, expert_activation
+from moe_engine.ops.fp8_linear import fp8_mlp
 from moe_engine.ops.linear import Linear
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -33,10 +34,13 @@ class DenseMLP(nn.Module):
 
     def forward(self, x: Tensor, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """x [..., D] -> [..., D]."""
+        first = getattr(self, self.up_name)
+        if first.fp8 is not None and self.activation == Activation():
+            flat = x.reshape(-1, x.shape[-1])
+            return fp8_mlp(flat, first.weight, self.down.weight, first.fp8, queue).view(x.shape)
 
         def activate(up: Tensor) -> Tensor:
             return expert_activation(up, None, self.activation)
 
-        up = getattr(self, self.up_name)(x, queue)
-        out: Tensor = self.down(segment(segments, "swiglu", activate, up), queue)
+        out: Tensor = self.down(segment(segments, "swiglu", activate, first(x, queue)), queue)
         return out

@@ -1,17 +1,19 @@
 """Block-scaled fp8 as the engine uses it: rows of numbers as E4M3 codes with a scale for each 128 of them.
 
 DeepSeek-V3 (arXiv 2412.19437, section 3.3); the format is `moe_kernels.fp8_format`. Codes and scales are the same
-on CPUs and GPUs for the same bits.
+on CPUs and GPUs for the same bits. `fp8_linear` computes with them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_kernels import dequantize_rows, quantize_rows
+from moe_kernels import dequantize_rows, quantize_blocks, quantize_rows
 from moe_kernels.fp8_format import FORWARD_AMAX, GRADIENT_AMAX
 
 
@@ -35,3 +37,58 @@ def quantize(x: Tensor, gradient: bool = False, power_of_two: bool = True) -> Co
 def dequantize(x: Codes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The numbers [R, D] that codes stand for: exact in bf16 if the scales are powers of two."""
     return dequantize_rows(x.codes, x.scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class WeightCodes:
+    """Matrices in fp8 by blocks of 128x128: codes [e, out, in] for the forward product, the same codes transposed
+    [e, in, out] for the input gradient, and both their scales [e, ceil(out/128), ceil(in/128)] and transposed.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    transposed: Tensor
+    transposed_scale: Tensor
+
+
+class Fp8:
+    """A recipe, and the codes of the weights it is used with: each weight is quantised once between two updates.
+
+    Codes are made at a weight's first use and kept until `forget`, which whoever moves weights behind autograd's back
+    must call (the engine's optimizer writes to the memory under the parameters). An in-place change that torch itself
+    sees, as any ordinary optimizer makes, is noticed without it.
+
+    wgrad: fp8 | bf16, the format of the operands of weight gradients. power_of_two: of scales; others are finer, but
+    then changing the tiles of a cached input from rows to columns rounds once more.
+    """
+
+    def __init__(self, wgrad: str = "fp8", power_of_two: bool = True) -> None:
+        self.wgrad, self.power_of_two = wgrad, power_of_two
+        self._kept: dict[int, tuple[ref[Tensor], int, WeightCodes]] = {}
+
+    def weight(self, weight: Tensor) -> WeightCodes:
+        """The codes of a weight [out, in] or of stacked ones [e, out, in]."""
+        kept = self._kept.get(id(weight))
+        if kept is not None and kept[0]() is weight and kept[1] == weight._version:
+            return kept[2]
+        with torch.no_grad():
+            stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
+            codes, transposed, scale = quantize_blocks(stacked, FORWARD_AMAX, self.power_of_two)
+            made = WeightCodes(codes, scale, transposed, scale.transpose(1, 2).contiguous())
+        if weight.is_leaf:
+            self._kept[id(weight)] = (ref(weight), weight._version, made)
+        return made
+
+    def forget(self) -> None:
+        """The weights have moved: make new codes at their next use."""
+        self._kept.clear()
+
+    def __deepcopy__(self, _memo: Any) -> Fp8:
+        return Fp8(self.wgrad, self.power_of_two)  # a copied module has weights of its own
+
+
+def use_fp8(module: nn.Module, fp8: Fp8 | None) -> None:
+    """Let every linear layer and expert inside `module` compute in fp8; with None, in their own format again."""
+    for part in module.modules():
+        if hasattr(part, "fp8"):
+            part.fp8 = fp8  # type: ignore[assignment]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_engine.ops.linear import leaf, waits, weight_gradient, widened
-from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.ops.linear import widened
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, waits, weight_gradient
 from moe_kernels import grouped_gemm, grouped_wgrad
 
 

@@ -6,38 +6,22 @@ deferring queue it is left there as a closure (see `wgrad_queue`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_engine.ops.wgrad_queue import WgradQueue
+from moe_engine.ops.fp8 import Fp8
+from moe_engine.ops.fp8_linear import fp8_linears
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, waits, weight_gradient
 from moe_kernels import gemm, matmul_dtype, wgrad
-
-
-def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Callable[[], Tensor]) -> Tensor | None:
-    """The weight gradient, or None after leaving it in a deferring queue. Only leaves (`parameter`) ever wait."""
-    if queue is None or parameter is None or not queue.deferring:
-        return make()
-    queue.push(parameter, make)
-    return None
-
-
-def waits(queue: WgradQueue | None, parameter: Tensor | None) -> bool:
-    """Whether the weight gradient of `parameter` is to be left in the queue."""
-    return queue is not None and queue.deferring and parameter is not None
 
 
 def widened(d_out: Tensor) -> Tensor:
     """A gradient in the dtype in which its two products are computed, so that it is converted once for both."""
     return d_out.to(matmul_dtype(d_out.dtype, d_out.device))
-
-
-def leaf(weight: Tensor) -> Tensor | None:
-    """`weight` if its gradient ends there. Ops keep it on their context: under recompute the saved weight is a copy."""
-    return weight if weight.is_leaf and weight.requires_grad else None
 
 
 class _Linear(torch.autograd.Function):
@@ -70,7 +54,10 @@ def linear(x: Tensor, weight: Tensor, queue: WgradQueue | None = None) -> Tensor
 
 
 class Linear(nn.Linear):
-    """y = x W^T without bias; weight [out, in], left uninitialised (whoever knows its global name fills it)."""
+    """y = x W^T without bias; weight [out, in], left uninitialised (whoever knows its global name fills it).
+
+    fp8: how it computes in fp8 (`ops.fp8.use_fp8` sets it); None: in the weight's own format.
+    """
 
     def __init__(
         self,
@@ -80,12 +67,20 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
+        self.fp8: Fp8 | None = None
 
     def reset_parameters(self) -> None:
         """Draw nothing: torch's generator depends on what was made before, and so on the layout."""
 
     def forward(self, x: Tensor, queue: WgradQueue | None = None) -> Tensor:
-        return linear(x, self.weight, queue)
+        return linears(x, [self], queue)[0]
+
+
+def linears(x: Tensor, layers: Sequence[Linear], queue: WgradQueue | None = None) -> list[Tensor]:
+    """Several layers of one input: x [..., in] -> [..., out] each. In fp8 the input is quantised and kept once."""
+    if layers[0].fp8 is not None:
+        return fp8_linears(x, [layer.weight for layer in layers], layers[0].fp8, queue)
+    return [linear(x, layer.weight, queue) for layer in layers]
 
 
 class _WideLinear(torch.autograd.Function):

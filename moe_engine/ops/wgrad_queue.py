@@ -115,3 +115,21 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad += grad
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+
+
+def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Callable[[], Tensor]) -> Tensor | None:
+    """The weight gradient, or None after leaving it in a deferring queue. Only leaves (`parameter`) ever wait."""
+    if queue is None or parameter is None or not queue.deferring:
+        return make()
+    queue.push(parameter, make)
+    return None
+
+
+def waits(queue: WgradQueue | None, parameter: Tensor | None) -> bool:
+    """Whether the weight gradient of `parameter` is to be left in the queue."""
+    return queue is not None and queue.deferring and parameter is not None
+
+
+def leaf(weight: Tensor) -> Tensor | None:
+    """`weight` if its gradient ends there. Ops keep it on their context: under recompute the saved weight is a copy."""
+    return weight if weight.is_leaf and weight.requires_grad else None

@@ -167,7 +167,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "recompute.names=[]: recompute=selective needs a part to recompute; use recompute.names=[norm]",
     ),
     ({"moe__bias_step": -1e-3}, "moe.bias_step=-0.001: must be 0 or more"),
-    ({"precision__name": "fp8"}, "precision.name=fp8: no such choice"),
+    ({"precision__name": "fp4"}, "precision.name=fp4: no such choice"),
     ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
     ({"precision__gradient": "bfloat16"}, "precision.gradient=bfloat16: no such choice; did you mean"),
     (

@@ -1,0 +1,210 @@
+"""Linear layers and SwiGLU MLPs whose three matrix products take fp8 codes and scales, under autograd.
+
+Of a product's three uses, forward multiplies rows of activations (tiles of 1x128) by the weight (128x128), the input
+gradient rows of gradients by the transposed weight, and the weight gradient sums over rows, so that both its operands
+have tiles of 128x1. All sum in fp32. What is kept for backward are the codes of the inputs: a byte a number, and a
+scale for 128. With power-of-two scales their change of tiles is exact but for numbers that leave the range of codes.
+
+Dense layers are one group of the grouped products. Weight gradients may wait in a queue (`wgrad_queue`): it then holds
+codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_kernels
+from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.fp8 import Codes, Fp8, WeightCodes, dequantize, quantize
+from moe_engine.ops.permute import RowMap
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
+from moe_kernels.fp8_format import FORWARD_AMAX, GRADIENT_AMAX
+
+
+def _product(x: Codes, weight: WeightCodes, counts: list[int], dtype: torch.dtype, source: Tensor | None) -> Tensor:
+    """Rows of each group times its weight transposed: [N, out]; with `source`, row n is row source[n] of x."""
+    return moe_kernels.grouped_gemm_fp8(x.codes, x.scale, weight.codes, weight.scale, counts, source, dtype)
+
+
+def _input_gradient(d_out: Codes, weight: WeightCodes, counts: list[int], dtype: torch.dtype) -> Tensor:
+    return moe_kernels.grouped_gemm_fp8(
+        d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype
+    )
+
+
+class _OutputGradient:
+    """The gradient of a product's output in the forms that its two products take."""
+
+    def __init__(self, d_out: Tensor, counts: list[int], fp8: Fp8, for_weight: bool) -> None:
+        self.counts, self.fp8 = counts, fp8
+        self.columns: tuple[Tensor, Tensor] | None = None
+        self.wide: Tensor | None = None
+        if for_weight and fp8.wgrad == "fp8":
+            codes, scale, *columns = moe_kernels.quantize_rows_and_columns(
+                d_out, counts, GRADIENT_AMAX, fp8.power_of_two
+            )
+            self.rows, self.columns = Codes(codes, scale), (columns[0], columns[1])
+        else:
+            self.rows = quantize(d_out, gradient=True, power_of_two=fp8.power_of_two)
+            self.wide = d_out if for_weight else None
+
+    @classmethod
+    def of_rows(cls, rows: Codes, counts: list[int], fp8: Fp8, for_weight: bool) -> _OutputGradient:
+        """From a gradient that is in fp8 by rows already."""
+        made = cls.__new__(cls)
+        made.counts, made.fp8, made.rows, made.wide, made.columns = counts, fp8, rows, None, None
+        if for_weight:
+            made.columns = moe_kernels.quantize_columns(
+                rows.codes, counts, GRADIENT_AMAX, fp8.power_of_two, x_scale=rows.scale
+            )
+        return made
+
+    def weight_gradient(self, x: Codes, source: Tensor | None, shape: torch.Size) -> Callable[[], Tensor]:
+        """What makes the weight's gradient, of this shape, from the product's input; holds no more than it needs."""
+        counts, wide, columns, power_of_two = self.counts, self.wide, self.columns, self.fp8.power_of_two
+
+        def make() -> Tensor:
+            rows = x if source is None else Codes(*moe_kernels.permute_fp8(x.codes, x.scale, source))
+            if columns is None:
+                assert wide is not None
+                return moe_kernels.grouped_wgrad(wide, dequantize(rows, wide.dtype), counts).view(shape)
+            by_column = moe_kernels.quantize_columns(rows.codes, counts, FORWARD_AMAX, power_of_two, x_scale=rows.scale)
+            return moe_kernels.grouped_wgrad_fp8(*columns, *by_column, counts).view(shape)
+
+        return make
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, x: Tensor, counts: list[int], fp8: Fp8, queue: WgradQueue | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        codes = quantize(x, power_of_two=fp8.power_of_two)
+        ctx.save_for_backward(codes.codes, codes.scale)
+        ctx.fp8, ctx.queue, ctx.counts, ctx.dtype = fp8, queue, counts, x.dtype
+        ctx.parameters, ctx.weights = [leaf(w) for w in weights], [fp8.weight(w) for w in weights]
+        ctx.shapes = [w.shape for w in weights]
+        return tuple(_product(codes, weight, ctx.counts, x.dtype, None) for weight in ctx.weights)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        codes, d_x, d_weights = Codes(*ctx.saved_tensors), None, []
+        several = len(grads) > 1  # their input gradients are summed in fp32
+        for d_out, weight, parameter, shape, needed in zip(
+            grads, ctx.weights, ctx.parameters, ctx.shapes, ctx.needs_input_grad[4:], strict=True
+        ):
+            gradient = _OutputGradient(d_out, ctx.counts, ctx.fp8, needed)
+            if ctx.needs_input_grad[0]:
+                part = _input_gradient(gradient.rows, weight, ctx.counts, torch.float32 if several else ctx.dtype)
+                d_x = part if d_x is None else d_x.add_(part)
+            make = gradient.weight_gradient(codes, None, shape)
+            d_weights.append(weight_gradient(ctx.queue, parameter, make) if needed else None)
+        return None if d_x is None else d_x.to(ctx.dtype), None, None, None, *d_weights
+
+
+def fp8_linears(x: Tensor, weights: Sequence[Tensor], fp8: Fp8, queue: WgradQueue | None = None) -> list[Tensor]:
+    """x W^T for several W: x [..., in], weights [out, in] each -> [..., out] each. x is quantised and kept once."""
+    x, *cast = cast_operands(x, *weights)
+    flat = x.reshape(-1, x.shape[-1])
+    outs = _Linears.apply(flat, [flat.shape[0]], fp8, queue, *cast)
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+
+
+def fp8_grouped_linear(
+    x: Tensor, weight: Tensor, counts: list[int], fp8: Fp8, queue: WgradQueue | None = None
+) -> Tensor:
+    """`grouped_linear` in fp8: x [N, in] sorted by group, counts of each, weight [e, out, in] -> [N, out]."""
+    x, weight = cast_operands(x, weight)
+    out: Tensor = _Linears.apply(x, counts, fp8, queue, weight)[0]
+    return out
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        row_weights: Tensor | None,
+        counts: list[int],
+        rows: RowMap | None,
+        fp8: Fp8,
+        queue: WgradQueue | None,
+    ) -> Tensor:
+        source = None if rows is None else rows.source
+        gate_up_codes, down_codes = fp8.weight(gate_up_weight), fp8.weight(down_weight)
+        codes = quantize(x, power_of_two=fp8.power_of_two)
+        gate_up = _product(codes, gate_up_codes, counts, x.dtype, source)  # [N, 2F]
+        kept = quantize(gate_up, power_of_two=fp8.power_of_two)
+        hidden = Codes(*moe_kernels.swiglu_fp8(gate_up, row_weights, FORWARD_AMAX, fp8.power_of_two))  # [N, F]
+        ctx.save_for_backward(codes.codes, codes.scale, kept.codes, kept.scale, row_weights)
+        ctx.rows, ctx.counts, ctx.fp8, ctx.queue, ctx.dtype = rows, counts, fp8, queue, x.dtype
+        ctx.codes, ctx.parameters = (gate_up_codes, down_codes), (leaf(gate_up_weight), leaf(down_weight))
+        ctx.shapes = gate_up_weight.shape, down_weight.shape
+        return _product(hidden, down_codes, counts, x.dtype, None)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_codes, x_scale, kept_codes, kept_scale, row_weights = ctx.saved_tensors
+        x, kept, counts, fp8 = Codes(x_codes, x_scale), Codes(kept_codes, kept_scale), ctx.counts, ctx.fp8
+        (gate_up_codes, down_codes), needed = ctx.codes, ctx.needs_input_grad
+        d_out = _OutputGradient(grads[0], counts, fp8, needed[2])
+        d_hidden = _input_gradient(d_out.rows, down_codes, counts, ctx.dtype)
+        d_gate_up, d_row_weights, hidden = _swiglu_backward(d_hidden, kept, row_weights, counts, fp8, needed[1])
+        d_down = d_gate = d_x = None
+        if needed[2]:
+            make = d_out.weight_gradient(hidden, None, ctx.shapes[1])
+            d_down = weight_gradient(ctx.queue, ctx.parameters[1], make)
+        source = None if ctx.rows is None else ctx.rows.source
+        if needed[1]:
+            make = d_gate_up.weight_gradient(x, source, ctx.shapes[0])
+            d_gate = weight_gradient(ctx.queue, ctx.parameters[0], make)
+        if needed[0]:
+            d_x = _input_gradient(d_gate_up.rows, gate_up_codes, counts, ctx.dtype)
+            d_x = d_x if ctx.rows is None else moe_kernels.unpermute(d_x, ctx.rows.places)
+        return d_x, d_gate, d_down, d_row_weights, None, None, None, None
+
+
+def _swiglu_backward(
+    d_hidden: Tensor, kept: Codes, row_weights: Tensor | None, counts: list[int], fp8: Fp8, for_weight: bool
+) -> tuple[_OutputGradient, Tensor | None, Codes]:
+    """The gradient of gate|up, that of the rows' weights, and the activation again, from the kept gate|up."""
+    if fp8.wgrad == "fp8":
+        d_codes, d_scale, d_weights, *hidden = moe_kernels.swiglu_backward_fp8(
+            d_hidden, kept.codes, row_weights, kept.scale, fp8.power_of_two
+        )
+        gradient = _OutputGradient.of_rows(Codes(d_codes, d_scale), counts, fp8, for_weight)
+        return gradient, d_weights, Codes(hidden[0], hidden[1])
+    gate_up = dequantize(kept, d_hidden.dtype)
+    d_gate_up, d_weights, act = moe_kernels.swiglu_backward_recompute(d_hidden, gate_up, row_weights)
+    return _OutputGradient(d_gate_up, counts, fp8, for_weight), d_weights, quantize(act, power_of_two=fp8.power_of_two)
+
+
+def fp8_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    fp8: Fp8,
+    queue: WgradQueue | None = None,
+    row_weights: Tensor | None = None,
+    counts: list[int] | None = None,
+    rows: RowMap | None = None,
+) -> Tensor:
+    """down(silu(gate(x)) * up(x) [* row_weights]) with all products in fp8; keeps the codes of x and of gate|up.
+
+    Dense: x [T, D], gate_up [2F, D], down [D, F] -> [T, D]. Grouped: x [R, D] of which `rows` makes N rows sorted by
+    group, counts of each, gate_up [e, 2F, D], down [e, D, F], row_weights [N] -> [N, D].
+    """
+    x, gate_up, down = cast_operands(x, gate_up, down)
+    sizes = [x.shape[0]] if counts is None else counts
+    out: Tensor = _MLP.apply(x, gate_up, down, row_weights, sizes, rows, fp8, queue)
+    return out
