@@ -39,6 +39,8 @@ PRECISIONS = {
     "fp64": PrecisionConfig("fp64", "float64", "float64", "float64"),
     "fp32": PrecisionConfig("fp32", "float32", "float32", "float32"),
     "bf16": PrecisionConfig("bf16", "bfloat16", "float32", "float32"),
+    "fp8": PrecisionConfig("fp8", "bfloat16", "float32", "float32"),
+    "fp8_wide_wgrad": PrecisionConfig("fp8", "bfloat16", "float32", "float32", wgrad="bf16", bf16_first_layers=1),
 }
 GLOBAL_BATCH = 8
 SEQ_LEN = 16

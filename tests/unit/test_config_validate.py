@@ -168,6 +168,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"moe__bias_step": -1e-3}, "moe.bias_step=-0.001: must be 0 or more"),
     ({"precision__name": "fp4"}, "precision.name=fp4: no such choice"),
+    ({"precision__wgrad": "bf16"}, "precision.wgrad=bf16: is an option of fp8 training; use precision=fp8"),
+    (
+        {"precision__power_of_two_scales": False},
+        "precision.power_of_two_scales=false: is an option of fp8 training; use precision=fp8, or "
+        "precision.power_of_two_scales=true",
+    ),
+    (
+        {"precision__name": "fp8", "precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2},
+        "precision.bf16_last_layers=2: with precision.bf16_first_layers=3 these are more than model.num_layers=4; "
+        "use precision.bf16_last_layers=1",
+    ),
     ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
     ({"precision__gradient": "bfloat16"}, "precision.gradient=bfloat16: no such choice; did you mean"),
     (

@@ -1,0 +1,105 @@
+"""fp8 training over layouts: what of it has the same bits everywhere, and how near the rest is.
+
+A row's codes depend on that row alone, so forward and input gradients are those of one process. The tiles of a weight
+gradient run along tokens, which layouts group otherwise: it agrees by calc_diff.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import Case, config_of, differences, one_process, rank_batches, run
+from measures import calc_diff
+from ranks import run_ranks
+
+import moe_kernels
+from moe_engine.trainer import Trainer
+
+LAYOUTS = [
+    Case(pp=2, dp=2, ep=2, micro_batch=2, combine="exact", tied=True),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", combine="exact", padding=True),
+    Case(dp=4, ep=4, schedule="overlapped_1f1b", combine="exact", skew=True),
+    Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", model="qwen3", z_loss=True, recompute="full"),
+]
+
+
+def in_fp8(case: Case, precision: str = "fp8") -> Case:
+    return replace(case, precision=precision, steps=1)
+
+
+def alone(case: Case) -> Case:
+    return replace(one_process(case), combine="exact", micro_batch=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"), [*((case, "fp8") for case in LAYOUTS), (LAYOUTS[1], "fp8_wide_wgrad")], ids=str
+)
+def test_losses_are_equal_and_gradients_near(case: Case, precision: str) -> None:
+    case = in_fp8(case, precision)
+    whole, step = run(alone(case)).steps[0], run(case).steps[0]
+    assert (step["loss"], step["mtp"]) == (whole["loss"], whole["mtp"])
+    assert all(torch.equal(whole["counts"][name], counts) for name, counts in step["counts"].items())
+    worst = max(calc_diff(whole["grad"][name], gradient) for name, gradient in step["grad"].items())
+    assert worst < (1e-3 if precision == "fp8" else 1e-5), worst
+
+
+def _rows_of_codes(rank: int, case: Case) -> tuple[int, int]:
+    """How many rows of codes the products of a step met, and a sum of hashes that tells which, in any order."""
+    product, count, total = moe_kernels.grouped_gemm_fp8, 0, torch.zeros((), dtype=torch.int64)
+
+    def counting(a: torch.Tensor, a_scale: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal count
+        bits = torch.cat((a.view(torch.uint8).long(), a_scale.T.contiguous().view(torch.int32).long()), dim=1)
+        keys = torch.randint(1, 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(bits.shape[1]))
+        hashes = (bits * keys).sum(1)
+        hashes = (hashes ^ (hashes >> 29)) * 0x1B873593CC9E2D51
+        source = args[3]
+        hashes = hashes if source is None else hashes[source]
+        count += len(hashes)
+        total.add_(hashes.sum())
+        return product(a, a_scale, *args)
+
+    trainer = Trainer(config_of(case), rank, torch.device("cpu"))
+    for layer in trainer.moe_layers().values() if case.skew else ():
+        layer.router.expert_bias[: trainer.config.model.top_k] = 10.0
+    moe_kernels.grouped_gemm_fp8 = counting  # in a process of its own
+    trainer.accumulate(rank_batches(trainer, case, 0))
+    return count, int(total)
+
+
+@pytest.mark.parametrize("case", LAYOUTS[:3], ids=str)
+def test_codes_of_every_row_are_those_of_one_process(case: Case) -> None:
+    case = in_fp8(case)
+    ranks, whole = run_ranks(case.world, _rows_of_codes, case), run_ranks(1, _rows_of_codes, alone(case))[0]
+    assert whole[0] > 10_000
+    assert (sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks) % 2**64) == (whole[0], whole[1] % 2**64)
+
+
+@pytest.mark.parametrize(("schedule", "precision"), [("zb_h1", "fp8"), ("overlapped_1f1b", "fp8_wide_wgrad")])
+def test_schedules_and_recompute_change_no_bit(schedule: str, precision: str) -> None:
+    """Weight gradients that wait, pairs phase by phase, and codes made again in backward."""
+    case = Case(pp=2, dp=2, ep=2, precision=precision, steps=2)
+    worst = differences(run(case), run(replace(case, schedule=schedule, recompute="full")))
+    assert not any(worst.values()), worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8", "fp8_wide_wgrad"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "norm,mla_up,swiglu,attention", "full"])
+@pytest.mark.parametrize("schedule", ["gpipe", "split_1f1b", "zb_h1", "overlapped_1f1b"])
+def test_every_schedule_and_recompute_change_no_bit(schedule: str, recompute: str, precision: str) -> None:
+    case = Case(pp=2, dp=2, ep=2, precision=precision, steps=2)
+    worst = differences(run(case), run(replace(case, schedule=schedule, recompute=recompute)))
+    assert not any(worst.values()), worst
+
+
+def test_going_on_from_a_checkpoint_changes_no_bit(tmp_path: Path) -> None:
+    """Codes are not saved: they are made from the parameters, which are made from the masters."""
+    case = Case(pp=2, dp=2, ep=2, precision="fp8", steps=4)
+    whole = run(case)
+    run(replace(case, steps=2), save_to=tmp_path)
+    assert not any(differences(whole, run(replace(case, steps=2), load_from=tmp_path), first=2).values())
