@@ -81,14 +81,14 @@ def test_linears_multiply_codes(rows: int, inner: int, outer: int, wgrad: str) -
         assert max(differences) < 1.5e-3 and min(differences) > 1e-5, differences
 
 
-def experts_and_rows(dtype: torch.dtype = BF16) -> tuple[Experts, Rows]:
+def experts_and_rows(biases: bool = False) -> tuple[Experts, Rows]:
     """Four experts, the second without rows, for received rows of which each has up to two."""
-    experts = Experts(4, 0, 136, 72, dtype)
+    experts = Experts(range(4), 136, 72, BF16, biases=biases)
     for i, parameter in enumerate(experts.parameters()):
-        parameter.data = (randn(*parameter.shape, seed=10 + i, dtype=torch.float32) * 0.1).to(dtype)
+        parameter.data = (randn(*parameter.shape, seed=10 + i, dtype=torch.float32) * 0.1).to(BF16)
     ids = torch.tensor([[0, 2], [3, -1], [2, 3], [0, -1]]).repeat(20, 1)
     weights = torch.rand(80, 2, generator=torch.Generator().manual_seed(5)).masked_fill(ids < 0, 0)
-    return experts, Rows(randn(80, 136, dtype=dtype).requires_grad_(), ids.int(), weights.requires_grad_())
+    return experts, Rows(randn(80, 136).requires_grad_(), ids.int(), weights.requires_grad_())
 
 
 def run_experts(experts: Experts, rows: Rows, queue: WgradQueue | None = None) -> list[Tensor]:
@@ -109,8 +109,9 @@ def run_experts(experts: Experts, rows: Rows, queue: WgradQueue | None = None) -
 
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_experts_in_fp8_are_near_those_in_bf16(wgrad: str, power_of_two: bool) -> None:
-    experts, rows = experts_and_rows()
+@pytest.mark.parametrize("biases", [False, True])  # with biases SwiGLU is apart from the products
+def test_experts_in_fp8_are_near_those_in_bf16(wgrad: str, power_of_two: bool, biases: bool) -> None:
+    experts, rows = experts_and_rows(biases)
     plain = run_experts(experts, rows)
     use_fp8(experts, Fp8(wgrad, power_of_two))
     names = ("out", "d rows", "d weights", "d gate_up", "d down")
@@ -157,7 +158,7 @@ def test_what_is_kept_are_fp8_bytes(kind: str) -> None:
             out = [fp8_mlp(x, randn(2 * F, D).requires_grad_(), randn(D, F).requires_grad_(), fp8)]
             numbers = T * D + T * 2 * F
         else:
-            experts = Experts(2, 0, D, F, BF16)
+            experts = Experts(range(2), D, F, BF16)
             for parameter in experts.parameters():
                 parameter.data = randn(*parameter.shape)
             use_fp8(experts, fp8)
