@@ -31,8 +31,8 @@ from moe_engine.distributed.collectives import Communicator, Pending
 from moe_engine.model.batch import Shard
 from moe_engine.ops.attention import Visible, attention, attention_backward, attention_forward
 from moe_engine.ops.autocast import without_autocast
-from moe_engine.ops.linear import leaf, linear, weight_gradient
-from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype
+from moe_engine.ops.linear import linear
+from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
 
 
 @dataclass(frozen=True)

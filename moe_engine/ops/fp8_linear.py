@@ -24,13 +24,22 @@ from moe_engine.ops.permute import RowMap
 from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
 from moe_kernels.fp8_format import FORWARD_AMAX, GRADIENT_AMAX
 
+Counts = list[int] | Tensor  # rows of each group; a tensor in a compiled graph
 
-def _product(x: Codes, weight: WeightCodes, counts: list[int], dtype: torch.dtype, source: Tensor | None) -> Tensor:
+
+def _whole(x: Tensor) -> Counts:
+    """All rows as one group."""
+    if torch.compiler.is_compiling():
+        return torch.full((1,), x.shape[0], device=x.device)
+    return [x.shape[0]]
+
+
+def _product(x: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype, source: Tensor | None) -> Tensor:
     """Rows of each group times its weight transposed: [N, out]; with `source`, row n is row source[n] of x."""
     return moe_kernels.grouped_gemm_fp8(x.codes, x.scale, weight.codes, weight.scale, counts, source, dtype)
 
 
-def _input_gradient(d_out: Codes, weight: WeightCodes, counts: list[int], dtype: torch.dtype) -> Tensor:
+def _input_gradient(d_out: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype) -> Tensor:
     return moe_kernels.grouped_gemm_fp8(
         d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype
     )
@@ -39,7 +48,7 @@ def _input_gradient(d_out: Codes, weight: WeightCodes, counts: list[int], dtype:
 class _OutputGradient:
     """The gradient of a product's output in the forms that its two products take."""
 
-    def __init__(self, d_out: Tensor, counts: list[int], fp8: Fp8, for_weight: bool) -> None:
+    def __init__(self, d_out: Tensor, counts: Counts, fp8: Fp8, for_weight: bool) -> None:
         self.counts, self.fp8 = counts, fp8
         self.columns: tuple[Tensor, Tensor] | None = None
         self.wide: Tensor | None = None
@@ -53,7 +62,7 @@ class _OutputGradient:
             self.wide = d_out if for_weight else None
 
     @classmethod
-    def of_rows(cls, rows: Codes, counts: list[int], fp8: Fp8, for_weight: bool) -> _OutputGradient:
+    def of_rows(cls, rows: Codes, counts: Counts, fp8: Fp8, for_weight: bool) -> _OutputGradient:
         """From a gradient that is in fp8 by rows already."""
         made = cls.__new__(cls)
         made.counts, made.fp8, made.rows, made.wide, made.columns = counts, fp8, rows, None, None
@@ -82,7 +91,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x: Tensor, counts: list[int], fp8: Fp8, queue: WgradQueue | None, *weights: Tensor
+        ctx: Any, x: Tensor, counts: Counts, fp8: Fp8, queue: WgradQueue | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         codes = quantize(x, power_of_two=fp8.power_of_two)
         ctx.save_for_backward(codes.codes, codes.scale)
@@ -112,13 +121,11 @@ def fp8_linears(x: Tensor, weights: Sequence[Tensor], fp8: Fp8, queue: WgradQueu
     """x W^T for several W: x [..., in], weights [out, in] each -> [..., out] each. x is quantised and kept once."""
     x, *cast = cast_operands(x, *weights)
     flat = x.reshape(-1, x.shape[-1])
-    outs = _Linears.apply(flat, [flat.shape[0]], fp8, queue, *cast)
+    outs = _Linears.apply(flat, _whole(flat), fp8, queue, *cast)
     return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
 
-def fp8_grouped_linear(
-    x: Tensor, weight: Tensor, counts: list[int], fp8: Fp8, queue: WgradQueue | None = None
-) -> Tensor:
+def fp8_grouped_linear(x: Tensor, weight: Tensor, counts: Counts, fp8: Fp8, queue: WgradQueue | None = None) -> Tensor:
     """`grouped_linear` in fp8: x [N, in] sorted by group, counts of each, weight [e, out, in] -> [N, out]."""
     x, weight = cast_operands(x, weight)
     out: Tensor = _Linears.apply(x, counts, fp8, queue, weight)[0]
@@ -134,7 +141,7 @@ class _MLP(torch.autograd.Function):
         gate_up_weight: Tensor,
         down_weight: Tensor,
         row_weights: Tensor | None,
-        counts: list[int],
+        counts: Counts,
         rows: RowMap | None,
         fp8: Fp8,
         queue: WgradQueue | None,
@@ -175,7 +182,7 @@ class _MLP(torch.autograd.Function):
 
 
 def _swiglu_backward(
-    d_hidden: Tensor, kept: Codes, row_weights: Tensor | None, counts: list[int], fp8: Fp8, for_weight: bool
+    d_hidden: Tensor, kept: Codes, row_weights: Tensor | None, counts: Counts, fp8: Fp8, for_weight: bool
 ) -> tuple[_OutputGradient, Tensor | None, Codes]:
     """The gradient of gate|up, that of the rows' weights, and the activation again, from the kept gate|up."""
     if fp8.wgrad == "fp8":
@@ -196,7 +203,7 @@ def fp8_mlp(
     fp8: Fp8,
     queue: WgradQueue | None = None,
     row_weights: Tensor | None = None,
-    counts: list[int] | None = None,
+    counts: Counts | None = None,
     rows: RowMap | None = None,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x) [* row_weights]) with all products in fp8; keeps the codes of x and of gate|up.
@@ -205,6 +212,6 @@ def fp8_mlp(
     group, counts of each, gate_up [e, 2F, D], down [e, D, F], row_weights [N] -> [N, D].
     """
     x, gate_up, down = cast_operands(x, gate_up, down)
-    sizes = [x.shape[0]] if counts is None else counts
+    sizes = _whole(x) if counts is None else counts
     out: Tensor = _MLP.apply(x, gate_up, down, row_weights, sizes, rows, fp8, queue)
     return out
