@@ -43,13 +43,14 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    ranks_per_node: int | None = None  # None: not told
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Layout:
         """The grid of a resolved configuration (`parallel.dp` filled in)."""
         if parallel.dp is None:
             raise ValueError("parallel.dp=None: resolve the configuration first")
-        return cls(parallel.pp, parallel.dp, parallel.cp, parallel.tp, parallel.ep)
+        return cls(parallel.pp, parallel.dp, parallel.cp, parallel.tp, parallel.ep, parallel.ranks_per_node)
 
     @property
     def stage_size(self) -> int:
@@ -93,6 +94,15 @@ class Layout:
         """The ranks that exchange tokens with `rank`: one copy of all experts, in expert order."""
         first = rank - self.coordinate(rank).ep
         return tuple(range(first, first + self.ep))
+
+    def ep_node_ranks(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of the ranks that exchange tokens with `rank`: those with its place on their nodes, those on its own node."""
+        if self.ranks_per_node is None:
+            return None
+        ranks, on_node = self.ep_ranks(rank), min(self.ranks_per_node, self.ep)
+        place = self.coordinate(rank).ep % on_node
+        first = self.coordinate(rank).ep - place
+        return ranks[place::on_node], ranks[first : first + on_node]
 
     def expert_ranks(self, rank: int, holders: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks that hold the same experts as `rank`, over the pipeline ranks `holders`."""

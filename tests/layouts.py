@@ -76,6 +76,7 @@ class Case:
     cp: int = 1
     exchange: str = "ring"
     payload: str = "kv"
+    ranks_per_node: int | None = None  # with it, rows travel by two hops
 
     @property
     def world(self) -> int:
@@ -94,6 +95,7 @@ class Case:
         words += [f"{self.wire} wire"] if self.wire != "model" else []
         words += [f"placement{self.placement}"] if self.placement else []
         words += [f"cp{self.cp}", self.exchange, self.payload] if self.cp > 1 else []
+        words += [f"nodes of {self.ranks_per_node}"] if self.ranks_per_node else []
         return "-".join([*words, self.precision])
 
 
@@ -151,12 +153,13 @@ def config_of(case: Case) -> Config:
         moe=MoESection(
             combine=case.combine,
             wire=case.wire,
+            dispatch="hierarchical" if case.ranks_per_node else "all_to_all",
             aux_loss_weight=0.01,
             z_loss_weight=0.01 * case.z_loss,
             bias_step=1e-3,
             placement=PlacementSection(every=case.placement, least_gain=0.0),
         ),
-        parallel=ParallelConfig(pp=case.pp, dp=case.dp, cp=case.cp, ep=case.ep),
+        parallel=ParallelConfig(pp=case.pp, dp=case.dp, cp=case.cp, ep=case.ep, ranks_per_node=case.ranks_per_node),
         cp=ContextParallelConfig(case.exchange, case.payload),
         pipeline=PipelineConfig(overlap=case.overlap, schedule=case.schedule, virtual_stages=case.virtual_stages),
         precision=PRECISIONS[case.precision],
@@ -367,6 +370,7 @@ def one_process(case: Case) -> Case:
         recompute="none",
         stages=(),
         overlap=True,
+        ranks_per_node=None,
     )
 
 

@@ -97,6 +97,7 @@ class MoEConfig:
     expert_biases: bool = False  # biases on the router and on the projections of the routed experts
     combine: str = "dedup"  # see MoESection
     wire: str = "model"
+    dispatch: str = "all_to_all"
     aux_loss_weight: float = 1e-4
     z_loss_weight: float = 0.0
     bias_step: float = 1e-3
@@ -117,6 +118,7 @@ class MoESection:
 
     combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
     wire: str = "model"  # rows to the experts, and gradients of combine: as in the model | fp8 codes and scales
+    dispatch: str = "all_to_all"  # all_to_all | hierarchical: between nodes once per node, then within the node
     aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
     z_loss_weight: float = 0.0  # of the mean over tokens of logsumexp(router logits)^2, which keeps logits small
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
@@ -132,6 +134,7 @@ class ParallelConfig:
     cp: int = 1  # ranks that share out each sequence
     ep: int = 1  # ranks that share out the experts of a layer; divides dp * cp
     tp: int = 1  # ranks that share out each matrix
+    ranks_per_node: int | None = None  # that share a fast network; for moe.dispatch=hierarchical
     zero: int = 1  # what dp ranks share out: 1 for optimizer states
 
 
@@ -282,6 +285,7 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         route_scale=model.route_scale,
         combine=moe.combine,
         wire=moe.wire,
+        dispatch=moe.dispatch,
         aux_loss_weight=moe.aux_loss_weight,
         z_loss_weight=moe.z_loss_weight,
         bias_step=moe.bias_step,

@@ -28,6 +28,7 @@ _CHOICES = {
     "combine": ("dedup", "exact"),
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
     "wire": ("model", "fp8"),
+    "dispatch": ("all_to_all", "hierarchical"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
@@ -105,7 +106,7 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
     rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
     rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
     rules.positive(1.0, model + "route_scale")
-    for name in (model + "score_function", model + "group_score", moe + "combine", moe + "wire"):
+    for name in (model + "score_function", model + "group_score", moe + "combine", moe + "wire", moe + "dispatch"):
         rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
     if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
         rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")
@@ -248,6 +249,7 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
         rules.refuse(
             "parallel.ep", f"must divide model.num_experts={rules['model.num_experts']}; use parallel.ep={near}"
         )
+    _check_nodes(rules)
     axes = [f"parallel.{axis}" for axis in ("pp", "dp", "cp", "tp")]
     if world is not None and rules.sound(*axes, "run.ranks"):
         _check_world(rules, world)
@@ -293,6 +295,19 @@ def _check_placement(rules: _Rules) -> None:
         others = [ranks for ranks in _divisors(rules[experts]) if 1 < ranks < rules[experts]]
         use = f"{every}=0" + (f", or {ep}={others[0]}" if others else "")
         rules.refuse(every, f"with {ep}={rules[ep]} {where}, and moving them evens out nothing; use {use}")
+
+
+def _check_nodes(rules: _Rules) -> None:
+    """A node holds whole expert-parallel groups, or a group whole nodes."""
+    name, ep = "parallel.ranks_per_node", rules["parallel.ep"]
+    size = rules[name]
+    if size is None:
+        if rules["moe.dispatch"] == "hierarchical":
+            rules.refuse("moe.dispatch", f"needs to know what a node is; use {name}=8, or moe.dispatch=all_to_all")
+        return
+    rules.at_least(1, name)
+    if rules.sound(name, "parallel.ep") and size % ep and ep % size:
+        rules.refuse(name, f"must divide parallel.ep={ep} or be a multiple of it; use {name}={math.gcd(size, ep)}")
 
 
 def _check_batch(rules: _Rules, world: int | None) -> None:

@@ -2,9 +2,9 @@
 
 `Groups` is built once from the layout and passed down explicitly; nothing reads a global. One communicator per
 purpose, because operations of different purposes may become ready in different orders on different ranks:
-dispatch/combine (`ep`), what attention exchanges (`cp`), exchanges of counts (`ep_counts`, `cp_counts`: on the data
-communicators they would wait behind bulk data), each directed pipeline edge and kind of message, and each reduction
-group (dense and expert parameters of each holder set).
+dispatch/combine (`ep`), its two hops between and within nodes (`ep_nodes`), what attention exchanges (`cp`), exchanges
+of counts (`ep_counts`, `cp_counts`: on the data communicators they would wait behind bulk data), each directed
+pipeline edge and kind of message, and each reduction group (dense and expert parameters of each holder set).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Groups:
     cp_counts: Communicator
     ep: Communicator
     ep_counts: Communicator
+    ep_nodes: tuple[Communicator, Communicator] | None  # the ranks of `ep` between nodes and within this one
     dense: dict[tuple[int, ...], Communicator]  # by holder set, those that this rank's pipeline rank is in
     expert: dict[tuple[int, ...], Communicator]
     edges: dict[Edge, Communicator]
@@ -103,11 +104,20 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
         cp_counts=make.one("cp_counts", cp),
         ep=make.one("ep", ep),
         ep_counts=make.one("ep_counts", ep),
+        ep_nodes=_ep_nodes(layout, make),
         dense={h: found for h, found in dense.items() if found},
         expert={h: found for h, found in expert.items() if found},
         edges=_edges(layout, placement, make),
         log=log,
     )
+
+
+def _ep_nodes(layout: Layout, make: _Maker) -> tuple[Communicator, Communicator] | None:
+    groups = [ranks for r in range(layout.world) if (ranks := layout.ep_node_ranks(r)) is not None]
+    if not groups:
+        return None
+    between, within = zip(*groups, strict=True)
+    return make.one("ep_between", between), make.one("ep_within", within)
 
 
 def world_communicator(rank: int, size: int, log: CollectiveLog | None = None) -> Communicator:

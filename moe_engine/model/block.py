@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig, MoESection, moe_layer_config
 from moe_engine.distributed.collectives import Communicator
+from moe_engine.distributed.groups import Groups
 from moe_engine.model.attention import GroupedAttention, LatentAttention, SequenceContext
 from moe_engine.model.context_parallel import ContextParallel
 from moe_engine.model.layers import RMSNorm
@@ -118,8 +119,7 @@ class Block(nn.Module):
         model: ModelConfig,
         moe: MoESection,
         dense: bool,
-        ep: Communicator,
-        ep_counts: Communicator,
+        groups: Groups | None,
         dtype: torch.dtype,
         device: torch.device | None,
         recompute: frozenset[str] = frozenset(),
@@ -138,8 +138,15 @@ class Block(nn.Module):
         if dense:
             self.mlp = DenseMLP(model.dim, model.dense_hidden, dtype, device)
         else:
-            config = moe_layer_config(model, moe)
-            self.moe = MoELayer(config, ep=ep, ep_counts=ep_counts, seed=None, dtype=dtype, device=device)
+            self.moe = MoELayer(
+                moe_layer_config(model, moe),
+                ep=groups.ep if groups else None,
+                ep_counts=groups.ep_counts if groups else None,
+                ep_nodes=groups.ep_nodes if groups else None,
+                seed=None,
+                dtype=dtype,
+                device=device,
+            )
 
     def attn_phase(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""

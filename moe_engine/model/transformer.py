@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_engine.config.schema import ContextParallelConfig, ModelConfig, MoESection, RecomputeConfig
-from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import StageSpec
 from moe_engine.model.attention import sequence_context
@@ -103,14 +102,12 @@ class Stage(nn.Module):
         super().__init__()
         self.spec, self.model, self.dtype = spec, model, dtype
         self.recompute = recomputed_names(recompute or RecomputeConfig())
-        ep = groups.ep if groups else Communicator.alone()
-        ep_counts = groups.ep_counts if groups else Communicator.alone()
         shares = groups is not None and groups.cp.size > 1
         sharing = ContextParallel.of(cp or ContextParallelConfig(), groups.cp) if groups and shares else None
         cp_counts = groups.cp_counts if groups and shares else None
 
         def block(dense: bool) -> Block:
-            return Block(model, moe, dense, ep, ep_counts, dtype, device, self.recompute, sharing, cp_counts)
+            return Block(model, moe, dense, groups, dtype, device, self.recompute, sharing, cp_counts)
 
         self.embedding = Table(model.vocab_size, model.dim, dtype, device) if spec.embedding else None
         self.layers = nn.ModuleDict({str(i): block(i < model.num_dense_layers) for i in spec.layers})

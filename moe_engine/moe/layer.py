@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import MoEConfig
 from moe_engine.config.validate import validate_moe
 from moe_engine.distributed.collectives import Communicator
@@ -58,6 +59,7 @@ class MoELayer(nn.Module):
     ep, ep_counts: communicators of the expert-parallel group, for rows and for their counts; or `ep_group`, a torch
     process group or a one-dimensional DeviceMesh, in their place. Each rank of the group holds num_experts / size
     experts. None: all experts here.
+    ep_nodes: for dispatch=hierarchical, the communicators between nodes and within this rank's node.
     precision: of the matrix products: bf16, whatever the parameters have | native, that of the parameters, also under
     autocast. None: that of the parameters, or of autocast where it is on. The router computes in fp32 always.
     attach_aux_loss: every backward through the output also runs that of the balance losses, times the attribute
@@ -73,6 +75,7 @@ class MoELayer(nn.Module):
         *,
         ep: Communicator | None = None,
         ep_counts: Communicator | None = None,
+        ep_nodes: tuple[Communicator, Communicator] | None = None,
         ep_group: Any = None,
         precision: str | None = None,
         attach_aux_loss: bool = False,
@@ -92,7 +95,7 @@ class MoELayer(nn.Module):
         self.name, self.seed = name, seed
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
-        self.links = wire.Links(self.ep, self.ep_counts, config.combine == "exact", config.wire == "fp8")
+        self.links = self._links(ep_nodes)
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device, seed=None)
         ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
@@ -103,6 +106,16 @@ class MoELayer(nn.Module):
             self.shared = DenseMLP(config.dim, shared_hidden, dtype, device, activation)
         if seed is not None:
             self.reset_parameters()
+
+    def _links(self, ep_nodes: tuple[Communicator, Communicator] | None) -> wire.Links:
+        config = self.config
+        hierarchical = config.dispatch == "hierarchical"
+        if hierarchical and ep_nodes is None and self.ep.size > 1:
+            raise ConfigError(
+                "dispatch=hierarchical: needs ep_nodes as well as ep; use dispatch=all_to_all without them"
+            )
+        exact, fp8 = config.combine == "exact", config.wire == "fp8"
+        return wire.Links(self.ep, self.ep_counts, exact, fp8, ep_nodes if hierarchical else None)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -183,6 +183,7 @@ class Executor:
         forward, backward = action.halves()
         back, ahead = self._turn_back(step, backward.stage, backward.micro_batch), None
         assert self.order is not None and isinstance(back, CutMicroBatch)
+        back.by_courier = self.order == pair.BLOCKING
         for each in pair.steps(self.order, self.stages[forward.stage].num_blocks, back.blocks):
             if each.part == "F":
                 if ahead is None:

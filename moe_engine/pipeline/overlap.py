@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,19 @@ from moe_engine.schedule.pair import EXCHANGES, Step, phases
 T = TypeVar("T")
 
 
+class Advancing(Protocol):
+    """An exchange, perhaps of two hops."""
+
+    def advance(self) -> None:
+        """Stand still until the last hop can be started, and start it."""
+
+
 class Exchanges:
     """Starts exchanges, in one total order on all ranks, and waits for them.
 
     A dispatch must know its counts, which are still on their way when its rows are packed. In a pair a second thread
-    waits for them and starts it, so that computation goes on; whatever is asked for next is started after it.
+    waits for them and starts it, so that computation goes on; whatever is asked for next is started after it. Exchanges
+    of two hops are left to it as well, since it would be this thread that stands still between the hops.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -40,19 +48,27 @@ class Exchanges:
         self._courier = ThreadPoolExecutor(1, "courier")  # makes its thread at the first use
         self._last: Future[Any] | None = None
 
-    def start(self, label: str, enqueue: Callable[[], Callable[[], T]], by_courier: bool = False) -> Callable[[], T]:
-        """`enqueue` starts the exchange and returns what waits for it and gives the result; so does this."""
+    def start(
+        self, label: str, enqueue: Callable[[], tuple[Advancing, Callable[[], T]]], by_courier: bool = False
+    ) -> Callable[[], T]:
+        """`enqueue` starts the exchange, and returns it and what waits for it and gives the result; so does this.
+
+        by_courier: left to the second thread, to the start of the last hop.
+        """
 
         def recorded_enqueue() -> Callable[[], T]:
             if self.recorder is not None:
                 self.recorder.start(label)
-            return enqueue()
+            exchange, wait = enqueue()
+            if by_courier:
+                exchange.advance()
+            return wait
 
         with recorded(self.recorder, f"{label} start"):
-            self.catch_up()
-            if by_courier:
+            if by_courier:  # after whatever it still has to start
                 self._last = started = self._courier.submit(recorded_enqueue)
             else:
+                self.catch_up()
                 started = Future()
                 started.set_result(recorded_enqueue())
 
@@ -124,7 +140,8 @@ class CutMicroBatch(_Tables):
 
     Phases are `schedule.pair.Step`s, in any order that `check_pair` accepts. `place` is (stage, micro-batch). `output`
     is there after tail(F); `x.grad` when the backward is `done`. `d_output`, the gradient of output.x, is to be set
-    before tail(B), if there is a next stage. `by_courier`: dispatches of the forward are left to the second thread.
+    before tail(B), if there is a next stage. `by_courier`: the second thread starts dispatches of the forward, and all
+    exchanges of two hops.
     """
 
     def __init__(
@@ -195,7 +212,8 @@ class CutMicroBatch(_Tables):
 
     def _compute(self, step: Step) -> None:
         """To the next stop of the walk, or to its end."""
-        self._keep_order(step)
+        if step.phase == "attn":
+            self.exchanges.catch_up()  # counts are exchanged at its end: all exchanges have one order on all ranks
         reply, self._reply = self._reply(), lambda: None
         self._graphs.append(_Graph())
         with recorded(self.exchanges.recorder, self._label(step)):
@@ -233,13 +251,12 @@ class CutMicroBatch(_Tables):
                 self._reply = lambda: (out, None)
                 return
             rows, handle = packed.rows, packed.handle
-            by_courier = self.by_courier and handle is not None
 
-            def enqueue_rows() -> Callable[[], wire.Rows]:
+            def enqueue_rows() -> tuple[wire.PendingDispatch, Callable[[], wire.Rows]]:
                 pending = wire.dispatch_start(rows, handle)
-                return lambda: wire.dispatch_wait(pending)
+                return pending, lambda: wire.dispatch_wait(pending)
 
-            wait = self.exchanges.start(self._label(step), enqueue_rows, by_courier=by_courier)
+            wait = self.exchanges.start(self._label(step), enqueue_rows, self.by_courier and handle is not None)
             self._reply = lambda: (out, lambda: _received(graph, wait()))
             return
         assert stop is not None
@@ -249,11 +266,11 @@ class CutMicroBatch(_Tables):
             return
         back = mlp.rows
 
-        def enqueue_back() -> Callable[[], Tensor]:
+        def enqueue_back() -> tuple[wire.PendingCombine, Callable[[], Tensor]]:
             pending = wire.combine_start(back, way)
-            return lambda: wire.combine_arrive(pending)
+            return pending, lambda: wire.combine_arrive(pending)
 
-        arrive = self.exchanges.start(self._label(step), enqueue_back)
+        arrive = self.exchanges.start(self._label(step), enqueue_back, self.by_courier and _two_hops(way))
 
         def reply() -> Any:
             leaf = arrive().detach().requires_grad_()
@@ -274,13 +291,14 @@ class CutMicroBatch(_Tables):
             graph.d_sent = lambda: grads
             return
 
-        def enqueue() -> Callable[[], tuple[Tensor, ...]]:
+        def enqueue() -> tuple[Any, Callable[[], tuple[Tensor, ...]]]:
             if len(grads) == 2:
-                return wire.dispatch_backward_start(*grads, handle).wait
+                back = wire.dispatch_backward_start(*grads, handle)
+                return back, back.wait
             pending = wire.combine_backward_start(grads[0], handle)
-            return lambda: (pending.wait(),)
+            return pending, lambda: (pending.wait(),)
 
-        graph.d_sent = self.exchanges.start(self._label(step), enqueue)
+        graph.d_sent = self.exchanges.start(self._label(step), enqueue, self.by_courier and _two_hops(handle))
 
     def _compute_back(self, step: Step, weights_apart: bool) -> None:
         """The backward of the last graph; with `weights_apart` its weight gradients stay for the phase's W."""
@@ -297,6 +315,10 @@ class CutMicroBatch(_Tables):
             torch.autograd.backward([made for made, _ in roots], [gradient for _, gradient in roots])
         if self.done:
             self.hand_over()
+
+
+def _two_hops(handle: wire.DispatchHandle | None) -> bool:
+    return handle is not None and handle.links.nodes is not None
 
 
 def _received(graph: _Graph, rows: wire.Rows) -> wire.Rows:

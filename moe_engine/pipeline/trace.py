@@ -73,7 +73,8 @@ class Tracer:
         self._open: dict[str, float] = {}
         self._pass = (0.0, 0.0)
         self._kinds = {edge.name: MESSAGE for edge in groups.edges.values()}
-        self._kinds |= {groups.ep.name: EXCHANGE, groups.ep_counts.name: EXCHANGE}
+        exchanging = (groups.ep, groups.ep_counts, *(groups.ep_nodes or ()))
+        self._kinds |= {communicator.name: EXCHANGE for communicator in exchanging}
 
     def start(self, label: str) -> None:
         self.synchronize()

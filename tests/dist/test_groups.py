@@ -173,6 +173,10 @@ def _check_membership(groups: Groups, rank: int) -> None:
         "data": (groups.data, layout.dense_ranks(rank, (pp,))),
         "world": (groups.world, tuple(range(layout.world))),
     }
+    by_node = layout.ep_node_ranks(rank)
+    assert (groups.ep_nodes is None) == (by_node is None)
+    if groups.ep_nodes is not None and by_node is not None:
+        expected["between"], expected["within"] = zip(groups.ep_nodes, by_node, strict=True)
     mine = [holders for holders in holder_sets if pp in holders]
     assert set(groups.dense) == set(groups.expert) == set(mine)
     for holders in mine:
@@ -198,6 +202,8 @@ def test_every_rank_is_in_the_groups_of_its_layout() -> None:
         [
             (Layout(pp=4), "1f1b"),
             (Layout(pp=2, dp=2, ep=2), "1f1b"),
+            (Layout(dp=4, ep=4, ranks_per_node=2), "1f1b"),
+            (Layout(dp=4, ep=2, ranks_per_node=4), "1f1b"),
             (Layout(pp=2, dp=2), "dualpipe"),
             (Layout(dp=4, ep=2), "gpipe"),
             (Layout(pp=2, dp=2, ep=2), "dualpipev"),

@@ -76,6 +76,7 @@ FEATURES = [
     Case(cp=4, exchange="ulysses", model="qwen3_heads", ep=4, z_loss=True, padding=True, steps=2),
     Case(pp=2, cp=2, ep=2, schedule="dualpipe", payload="latent", recompute="full", tied=True, steps=2),
     Case(dp=2, cp=2, ep=4, schedule="overlapped_1f1b", skew=True, steps=2),
+    Case(dp=4, ep=4, schedule="overlapped_1f1b", ranks_per_node=2, padding=True),
 ]
 
 
@@ -175,6 +176,19 @@ def other_models() -> list[Case]:
     return [replace(case, model=model, z_loss=True) for model in ("qwen3", "v3_yarn") for case in layouts]
 
 
+def other_ways() -> list[Case]:
+    """Rows in fp8 and by two hops, in whole micro-batches and in pairs."""
+    return [
+        Case(pp=2, dp=4, ep=4, schedule="dualpipe", ranks_per_node=2, wire="fp8", tied=True),
+        Case(pp=2, dp=4, ep=4, schedule="zb_h1", ranks_per_node=2, combine="exact", recompute="full", padding=True),
+        Case(dp=8, ep=8, ranks_per_node=4, wire="fp8", skew=True),
+        Case(dp=8, ep=8, schedule="dualpipev", ranks_per_node=2, rows=16, combine="exact"),
+        Case(pp=2, dp=2, ep=2, schedule="split_1f1b", wire="fp8", combine="exact", recompute="selective"),
+        Case(dp=4, ep=2, ranks_per_node=4, wire="fp8", model="qwen3"),
+        Case(pp=2, dp=1, schedule="dualpipe", wire="fp8", skew=True),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("case", all_layouts() + other_models(), ids=str)
@@ -196,8 +210,8 @@ def test_shared_sequences_equal_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", in_pairs() + uneven(), ids=str)
-def test_pairs_and_uneven_stages_equal_one_process(case: Case) -> None:
+@pytest.mark.parametrize("case", in_pairs() + uneven() + other_ways(), ids=str)
+def test_pairs_uneven_stages_and_other_ways_equal_one_process(case: Case) -> None:
     record = run(case)
     assert_equal(case, record)
     assert_same_order(record)
@@ -252,7 +266,8 @@ def test_loss_bits_do_not_depend_on_the_layout(precision: str) -> None:
         replace(at_ep2, pp=2, schedule="dualpipe"),
         replace(at_ep2, schedule="overlapped_1f1b"),
     ]
-    any_ep = [exact, replace(exact, dp=2, ep=2, micro_batch=2), replace(exact, pp=2, dp=4, ep=4, micro_batch=1)]
+    two_hops = replace(exact, dp=4, ep=4, micro_batch=2, ranks_per_node=2)
+    any_ep = [exact, two_hops, replace(exact, dp=2, ep=2, micro_batch=2), replace(exact, pp=2, dp=4, ep=4, micro_batch=1)]
     losses = dict(zip(same_ep + any_ep, first_losses(same_ep + any_ep), strict=True))
     for cases in (same_ep, any_ep):
         assert [case for case in cases if losses[case] != losses[cases[0]]] == []

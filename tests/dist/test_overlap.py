@@ -96,6 +96,18 @@ def test_the_plain_order_has_nothing_in_flight() -> None:
         assert len(found) == 3 * 4 and not any(found)
 
 
+@pytest.mark.parametrize("order", [pair.BLOCKING, pair.LAUNCHING, None])
+def test_exchanges_of_two_hops_have_one_order_on_all_ranks(order: str | None) -> None:
+    """Case 26: between nodes, within nodes and counts together, with and without a second thread."""
+    case = Case(dp=4, ep=4, schedule="overlapped_1f1b", ranks_per_node=2)
+    found = [enqueued for enqueued, _ in run_ranks(4, _orders, config_of(case), case, order)]
+    assert all(enqueued == found[0] for enqueued in found)
+    assert sum(label.endswith("micro_batch 0 combine") for label in found[0]) == 2 * 4  # hops, blocks with experts
+    if order == pair.BLOCKING:  # nothing comes between the hops of an exchange
+        hops = [label for label in found[0] if label.endswith((" combine", " combine backward"))]
+        assert hops[::2] == hops[1::2]
+
+
 def _orders(rank: int, config: Config, case: Case, order: str | None) -> tuple[list[str], list[str]]:
     """The exchanges of a rank as enqueued, and as its list says."""
     log = CollectiveLog()

@@ -251,6 +251,16 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"parallel__pp": 6, "model__mtp_depth": 2},
         "parallel.pp=6: the model has blocks for 5 stages; use parallel.pp=5 or less",
     ),
+    (
+        {"moe__dispatch": "hierarchical"},
+        "moe.dispatch=hierarchical: needs to know what a node is; use parallel.ranks_per_node=8, "
+        "or moe.dispatch=all_to_all",
+    ),
+    (
+        {"parallel__ranks_per_node": 0},
+        "parallel.ranks_per_node=0: must be 1 or more, for example parallel.ranks_per_node=1",
+    ),
+    ({"moe__wire": "fp4"}, "moe.wire=fp4: no such choice; there are model, fp8"),
     ({"parallel__ep": 3}, "parallel.ep=3: must divide model.num_experts=16; use parallel.ep=2"),
     (
         {"parallel__ep": 4, "parallel__dp": 2},

@@ -12,7 +12,6 @@ from live_bytes import LiveBytes
 from torch import Tensor
 
 from moe_engine.config.schema import Config, ModelConfig, MoESection, RecomputeConfig
-from moe_engine.distributed.collectives import Communicator
 from moe_engine.model.attention import sequence_context
 from moe_engine.model.batch import Batch, count_items
 from moe_engine.model.block import Block
@@ -53,8 +52,7 @@ def no_collector() -> Iterator[None]:
 
 
 def block_of(mode: str, dense: bool) -> Block:
-    alone = Communicator.alone()
-    block = Block(MODEL, MoESection(), dense, alone, alone, torch.float32, None, recomputed_names(MODES[mode]))
+    block = Block(MODEL, MoESection(), dense, None, torch.float32, None, recomputed_names(MODES[mode]))
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():

@@ -19,6 +19,7 @@ from moe_engine.moe.dispatch import (
     pack_rows,
     plan,
 )
+from moe_engine.moe.dispatch.rows import plan_rows
 from moe_engine.moe.placement import ExpertPlacement
 
 
@@ -95,6 +96,21 @@ def test_rows_per_token_of_random_top_8_of_256(ranks: int, expected: float) -> N
     assert sum(handle.sent.splits) == rows_per_token.sum()
     assert rows_per_token.mean().item() == pytest.approx(expected, abs=4 * error)
     assert 4 * error < 0.03
+
+
+def test_with_the_group_limit_a_token_goes_to_at_most_four_nodes() -> None:
+    """DeepSeek-V3's routing over 8 nodes: 256 experts in 8 groups, a node each, of which a token uses 4."""
+    chance = torch.Generator().manual_seed(0)
+    scores = torch.rand(2000, 8, 32, generator=chance)
+    kept = torch.rand(2000, 8, generator=chance).topk(4, dim=1).indices
+    refused = torch.ones(2000, 8, dtype=torch.bool).scatter(1, kept, False)
+    limited = scores.masked_fill(refused[..., None], -1)
+    rows = []
+    for each in (scores, limited):
+        nodes = each.flatten(1).topk(8, dim=1).indices.sort(dim=1).values // 32
+        rows.append((plan_rows(nodes, 8, 8).tokens.places >= 0).sum(dim=1))
+    assert rows[0].double().mean().item() == pytest.approx(5.2947, abs=0.1)
+    assert int(rows[0].max()) > 4 and int(rows[1].max()) == 4
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -17,11 +17,12 @@ combine with the same handle (rows and weights return together), the backward of
 the order (source rank, token). Each exchange is a start and a wait, so that other work can go between; a rank that
 sends and receives nothing joins all of them.
 
-    rows.py        which rows go where, from the choices of the tokens; no communication
-    links.py       the communicators and options of a way to the experts; a message on its way
-    handle.py      what all ways have in common
-    all_to_all.py  one exchange among all ranks of the group
-    exchange.py    the functions above, with their backwards
+    rows.py          which rows go where, from the choices of the tokens; no communication
+    links.py         the communicators and options of a way to the experts; a message on its way
+    handle.py        what all ways have in common
+    all_to_all.py    one exchange among all ranks of the group
+    hierarchical.py  two: between nodes once per node, then within the node
+    exchange.py      the functions above, with their backwards
 """
 
 from moe_engine.moe.dispatch.exchange import (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_engine.moe.dispatch.all_to_all import plan_all_to_all
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
+from moe_engine.moe.dispatch.hierarchical import plan_hierarchical
 from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.permute import permute, permute_stand_in, unpermute
@@ -44,6 +45,8 @@ def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: st
     """
     if links.size == 1 and not links.fp8:
         return None
+    if links.nodes is not None:
+        return plan_hierarchical(expert_ids, placement, links, label)
     return plan_all_to_all(expert_ids, placement, links, label)
 
 
@@ -111,6 +114,7 @@ def dispatch_wait(pending: PendingDispatch) -> Rows:
     """The rows that arrived for this rank's experts, [R, D] and [R, k], in the order (source rank, token)."""
     if pending.slots is None:
         return pending.rows
+    pending.advance()
     local_ids, arrived = pending.slots.wait()
     x, weights = _Dispatch.apply(pending.rows.x, pending.rows.weights, arrived, pending)
     return Rows(x, local_ids, weights)
@@ -153,6 +157,7 @@ class PendingGradients:
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """(d_x [R_sent, D], d_weights [R_sent, k])."""
+        self.advance()
         return self.x.wait(), self.weights.wait()
 
 

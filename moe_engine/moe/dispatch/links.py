@@ -21,13 +21,15 @@ class Links:
     rows, counts: all ranks of the group, for rows and for their numbers (the same one, where there is no other);
     exact: a row per (token, expert) in place of one per (token, rank);
     fp8: rows go to the experts in fp8, and so do the gradients of what came back; with one rank, too, so that numbers
-    do not depend on the layout. What the experts made and the gradients of rows return as they are.
+    do not depend on the layout. What the experts made and the gradients of rows return as they are;
+    nodes: between nodes (the ranks with this one's place on theirs) and within this one; None: one hop for all.
     """
 
     rows: Communicator
     counts: Communicator
     exact: bool = False
     fp8: bool = False
+    nodes: tuple[Communicator, Communicator] | None = None
 
     @classmethod
     def alone(cls) -> Links:
