@@ -127,6 +127,17 @@ class Communicator:
         return cls("given", ranks, dist.get_rank(), group if len(ranks) > 1 else None)
 
     @classmethod
+    def of_name(cls, name: str) -> Communicator:
+        """The communicator of a torch process group by the name that torch gave it, "" for one rank alone."""
+        resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch types it as its own
+        return cls.of_group(resolve(name)) if name else cls.alone()
+
+    @property
+    def group_name(self) -> str:
+        """What `of_name` finds it by."""
+        return "" if self.group is None else str(self.group.group_name)
+
+    @classmethod
     def of_world(cls) -> Communicator:
         """All ranks of a world that somebody else started, or this one alone."""
         return cls.of_group(dist.group.WORLD) if dist.is_initialized() else cls.alone()

@@ -26,6 +26,7 @@ from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.sharded import fill
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import WholeRows, router_z_loss, sequence_balance_loss
+from moe_engine.moe.dispatch import graph
 from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
@@ -162,7 +163,7 @@ class MoELayer(nn.Module):
         return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask, whole))
 
     def _aux_loss(
-        self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None, whole: WholeRows | None
+        self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None, whole: WholeRows | None = None
     ) -> Tensor | None:
         """See `Packed`."""
         config = self.config
@@ -233,17 +234,35 @@ class MoELayer(nn.Module):
         S = x.shape[-2] if x.dim() > 1 else 1
         B = math.prod(x.shape[:-2])
         flat = x.reshape(-1, x.shape[-1])
-        packed = self.pack(flat, (B, S), None if token_mask is None else token_mask.reshape(-1))
-        pending = self.dispatch_start(packed)
-        shared = self.compute_shared(flat, queue)
-        out = self.combine(self.compute(self.dispatch_wait(pending), queue), packed)
+        token_mask = None if token_mask is None else token_mask.reshape(-1)
+        exchange = self._exchange_in_graph if torch.compiler.is_compiling() else self._exchange
+        out, shared, aux = exchange(flat, (B, S), token_mask, queue)
         if shared is not None:
             out = out + shared
-        aux = packed.aux_loss
         if aux is not None:
             tokens = max(B * S, 1) if token_mask is None else token_mask.sum().clamp(min=1)
             aux = aux[0] / max(B, 1) + aux[1] / tokens
         return out.view(x.shape), aux
+
+    def _exchange(
+        self, x: Tensor, shape: tuple[int, int], token_mask: Tensor | None, queue: WgradQueue | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output of the routed experts and of the shared one, [T, D] each, and the losses of `Packed`."""
+        packed = self.pack(x, shape, token_mask)
+        pending = self.dispatch_start(packed)
+        shared = self.compute_shared(x, queue)  # while the rows travel
+        return self.combine(self.compute(self.dispatch_wait(pending), queue), packed), shared, packed.aux_loss
+
+    def _exchange_in_graph(
+        self, x: Tensor, shape: tuple[int, int], token_mask: Tensor | None, queue: WgradQueue | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The same in a graph that is being compiled."""
+        if self.links.size == 1 and not self.links.fp8:
+            return self._exchange(x, shape, token_mask, queue)
+        routing = self.router(x, token_mask)
+        rows, way = graph.dispatch(x, routing.expert_ids, routing.expert_weights, self.placement, self.links)
+        out = graph.combine(self.compute(rows, queue), way, self.links)
+        return out, self.compute_shared(x, queue), self._aux_loss(routing.router_logits, shape, token_mask)
 
     def update_balance(self, group: Any = None) -> None:
         """Move the balancing bias by the loads since the last call and clear them.

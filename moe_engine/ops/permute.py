@@ -91,6 +91,9 @@ class _Take(torch.autograd.Function):
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # a size may be unknown: -1 finds a zero at the end
+        flat = values.reshape(-1)
+        return torch.cat((flat, flat.new_zeros(1)))[index]
     if values.numel() == 0:
         return values.new_zeros(index.shape)
     return values.take(index.clamp(min=0)).masked_fill_(index < 0, 0)
