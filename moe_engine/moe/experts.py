@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_engine.config.schema import MoEConfig
 from moe_engine.moe.dispatch import Rows
+from moe_engine.ops.attach import scale_gradient
 from moe_engine.ops.bias import add_bias
 from moe_engine.ops.expert_activation import Activation, expert_activation
 from moe_engine.ops.fp8 import Fp8
@@ -39,7 +41,7 @@ class Experts(nn.Module):
     """Experts with these global ids, ascending.
 
     Gated: gate_up [e, 2F, D] (gate rows first), else up [e, F, D]; down [e, D, F]; with `biases` also gate_up_bias
-    [e, 2F] (or up_bias [e, F]) and down_bias [e, D].
+    [e, 2F] (or up_bias [e, F]) and down_bias [e, D]. Gradients of all are multiplied by the attribute `gradient_scale`.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Experts(nn.Module):
         biases: bool = False,
     ) -> None:
         super().__init__()
-        self.ids, self.activation = tuple(ids), activation
+        self.ids, self.activation, self.gradient_scale = tuple(ids), activation, 1.0
         self.fp8: Fp8 | None = None  # how they compute in fp8 (`ops.fp8.use_fp8` sets it)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -74,7 +76,10 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """What the projections multiply with now: under a parametrization not the parameters themselves."""
         up_bias, down_bias = getattr(self, f"{self.up_name}_bias", None), getattr(self, "down_bias", None)
-        return ExpertWeights(getattr(self, self.up_name), self.down, up_bias, down_bias)
+        found: tuple[Any, ...] = getattr(self, self.up_name), self.down, up_bias, down_bias
+        if self.gradient_scale != 1:
+            found = tuple(w if w is None else scale_gradient(w, self.gradient_scale) for w in found)
+        return ExpertWeights(*found)
 
     def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """See `through_experts`."""

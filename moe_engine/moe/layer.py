@@ -65,6 +65,8 @@ class MoELayer(nn.Module):
     autocast. None: that of the parameters, or of autocast where it is on. The router computes in fp32 always.
     attach_aux_loss: every backward through the output also runs that of the balance losses, times the attribute
     `aux_loss_scale` (1; a loss scaler's or an accumulation's factor goes there), so that nobody has to add them.
+    average_gradients: the ranks' gradients will be averaged (DDP, FSDP2), not summed: those of experts, which already
+    are summed over the expert-parallel group, are divided by its size.
     name, seed: parameters start as normal numbers of `config.init_std`, a function of their global names (below
     `name`) and the seed alone, biases from 0; with seed=None they are left as they are, for whoever fills them (the
     engine's optimizer does). Raises ConfigError for values that do not fit together.
@@ -80,6 +82,7 @@ class MoELayer(nn.Module):
         ep_group: Any = None,
         precision: str | None = None,
         attach_aux_loss: bool = False,
+        average_gradients: bool = False,
         name: str = "moe",
         seed: int | None = 0,
         dtype: torch.dtype | None = None,
@@ -101,6 +104,8 @@ class MoELayer(nn.Module):
         self.router = Router(config, dtype, device, seed=None)
         ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
         self.experts = Experts(ids, config.dim, config.expert_hidden, dtype, device, activation, config.expert_biases)
+        if average_gradients:
+            self.experts.gradient_scale = 1 / self.ep.size
         self.shared: DenseMLP | None = None
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden

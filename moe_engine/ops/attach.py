@@ -1,4 +1,4 @@
-"""A loss that rides on an activation: its gradient flows when the activation's does."""
+"""Identities that change a backward: a loss that rides on an activation, a gradient that is scaled."""
 
 from __future__ import annotations
 
@@ -23,4 +23,21 @@ class _Attach(torch.autograd.Function):
 def attach(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
     """`x` as it is; the backward of anything made from it also runs that of the scalar `loss`, times `scale`."""
     out: Tensor = _Attach.apply(x, loss, scale)
+    return out
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x` as it is; its gradient times `factor`."""
+    out: Tensor = _ScaleGradient.apply(x, factor)
     return out
