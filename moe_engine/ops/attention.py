@@ -64,6 +64,10 @@ class Visible:
         """Whether this is plain causal attention over whole rows of one document each."""
         return self.causal and self.q_documents is None and self.q_places is self.k_places
 
+    def steps_of(self, row: int) -> list[Step]:
+        """The steps of a row, in the order of queries, then keys."""
+        return self.steps[row if len(self.steps) > 1 else 0]
+
     @cached_property
     def steps(self) -> list[list[Step]]:
         """In the order of queries, then keys: for each row, or once if all rows see alike."""
@@ -113,14 +117,29 @@ class Visible:
                     keys = _keys(tile, start, stop, Sk)
                     yield Step(queries, keys, _keys(tile, edge_start, edge_stop, Sk) if any_edge else None)
 
-    def hidden(self, row: int, queries: slice, keys: slice) -> Tensor:
-        """Which of these keys each of these queries does not see: bool [queries, keys]."""
+    def mask(self, row: int, step: Step, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores of a step's edge: 0 where seen, -inf where not, [queries, keys]."""
+        assert step.edge is not None
+        queries, keys = step.queries, step.edge
+        # On the diagonal of plain causal rows all masks are alike.
+        place = (keys.start - queries.start,) if self.whole_causal else (row, queries.start, keys.start)
+        key = (*place, queries.stop - queries.start, keys.stop - keys.start, dtype)
+        if key in self._masks:
+            return self._masks[key]
         hidden = torch.zeros((), dtype=torch.bool, device=self.q_places.device)
         if self.causal:
             hidden = self.k_places[keys] > self.q_places[queries, None]
         if self.q_documents is not None and self.k_documents is not None:
             hidden = hidden | (self.k_documents[row, keys] != self.q_documents[row, queries, None])
-        return hidden
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+        # As many as the edges of a few documents have: memory must stay linear in the length.
+        if len(self._masks) < 4 * len(self.steps) * (1 + self.q_places.numel() // QUERY_BLOCK):
+            self._masks[key] = mask
+        return mask
+
+    @cached_property
+    def _masks(self) -> dict[tuple[Any, ...], Tensor]:
+        return {}
 
 
 def whole_rows(length: int, documents: Tensor | None = None, device: torch.device | None = None) -> Visible:
@@ -158,32 +177,34 @@ def attention_forward(
     visible key gives 0 and -inf. Not recorded by autograd.
     """
     (B, Sq, H, _), G, e = q.shape, k.shape[2], v.shape[-1]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    scratch = _Scratch(q)
     out = torch.zeros(B, Sq, H, e, dtype=dtype or v.dtype, device=q.device)
-    lse = torch.full((B, Sq, H), -math.inf, dtype=wide, device=q.device)
+    lse = torch.full((B, Sq, H), -math.inf, dtype=scratch.dtype, device=q.device)
     for b, heads, queries in _heads(B, H, G):
-        q_ = _grouped(q, b, queries, heads).mul_(scale)
-        k_, v_ = _wide(k, b, heads), _wide(v, b, heads)
-        to = out[b, :, queries].unflatten(1, (k_.shape[0], H // G))  # [Sq, heads, H/G, e]
-        lse_to = lse[b, :, queries].unflatten(1, (k_.shape[0], H // G))
-        for rows, steps in itertools.groupby(_steps(visible, b), key=lambda step: step.queries):
-            block, sums, top = _online(q_[:, :, rows].flatten(1, 2), k_, v_, visible, b, steps)
-            block = block.div_(sums.clamp(min=1))  # 1 at least where any key is seen: the greatest score's own
+        q_ = scratch.grouped("q", q[b, :, queries], heads).mul_(scale)
+        k_, v_ = scratch.wide("k", k[b, :, heads]), scratch.wide("v", v[b, :, heads])
+        operands = k_.transpose(1, 2), v_, visible, b, scratch
+        to, lse_to = (x[b, :, queries].unflatten(1, q_.shape[:2]) for x in (out, lse))  # [Sq, heads, H/G, …]
+        for rows, steps in itertools.groupby(visible.steps_of(b), key=lambda step: step.queries):
+            block, sums, top = _online(_cut(q_, 2, rows).flatten(1, 2), *operands, steps)
+            block.div_(sums.clamp(min=1))  # 1 at least where any key is seen: the greatest score's own
             shape = (H // G, rows.stop - rows.start)
-            to[rows] = block.unflatten(1, shape).permute(2, 0, 1, 3)
-            lse_to[rows] = top.add_(sums.log_()).squeeze(2).unflatten(1, shape).permute(2, 0, 1)
+            _cut(to, 0, rows).copy_(block.unflatten(1, shape).permute(2, 0, 1, 3))
+            _cut(lse_to, 0, rows).copy_(top.add_(sums.log_()).squeeze(2).unflatten(1, shape).permute(2, 0, 1))
     return out, lse
 
 
-def _online(q: Tensor, k: Tensor, v: Tensor, visible: Visible, b: int, steps: Iterator[Step]) -> list[Tensor]:
-    """Softmax over the tiles of the steps, q [heads, R, d].
+def _online(
+    q: Tensor, k_t: Tensor, v: Tensor, visible: Visible, b: int, scratch: _Scratch, steps: Iterator[Step]
+) -> list[Tensor]:
+    """Softmax over the tiles of the steps: q [heads, R, d], k_t [heads, d, Sk], v [heads, Sk, e].
 
     Returns exp(scores - top) v [heads, R, e], the sums of exp(scores - top) and top, the greatest score [heads, R, 1].
     """
     found: list[Tensor] = []
     for step in steps:
-        scores = torch.bmm(q, k[:, step.keys].transpose(1, 2))
-        _hide(scores, visible, b, step, -math.inf)
+        scores = scratch.product("scores", q, _cut(k_t, 2, step.keys))
+        _hide(scores, visible, b, step)
         top = scores.amax(dim=2, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # finite: -inf - -inf is NaN
         if found:
             torch.maximum(top, found[2], out=top)
@@ -192,10 +213,10 @@ def _online(q: Tensor, k: Tensor, v: Tensor, visible: Visible, b: int, steps: It
         if found:
             block, sums, last_top = found
             shrink = last_top.sub_(top).exp_()
-            block.mul_(shrink).baddbmm_(weights, v[:, step.keys])
+            block.mul_(shrink).baddbmm_(weights, _cut(v, 1, step.keys))
             found = [block, sums.mul_(shrink).add_(added), top]
         else:
-            found = [torch.bmm(weights, v[:, step.keys]), added, top]
+            found = [scratch.product("block", weights, _cut(v, 1, step.keys)), added, top]
     return found
 
 
@@ -217,33 +238,73 @@ def attention_backward(
     these keys, and shares add up. d_lse [B, Sq, H]: gradient of lse, if it has one.
     """
     (B, _, H, d), (G, e) = q.shape, v.shape[2:]
+    scratch = _Scratch(q)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in (q, k, v))
     for b, heads, queries in _heads(B, H, G):
-        n, group = heads.stop - heads.start, H // G
-        d_out_ = _grouped(d_out, b, queries, heads, FILL)
-        mean = (d_out_[..., :e] * _grouped(out, b, queries, heads)).sum(dim=-1)  # [heads, H/G, Sq]
+        d_out_ = scratch.grouped("d_out", d_out[b, :, queries], heads, FILL)
+        mean = scratch.grouped("out", out[b, :, queries], heads).mul_(d_out_[..., :e]).sum(dim=-1)  # [heads, H/G, Sq]
         if d_lse is not None:
-            mean -= _grouped(d_lse.unsqueeze(-1), b, queries, heads).squeeze(-1)
+            mean -= scratch.grouped("d_lse", d_lse[b, :, queries, None], heads).squeeze(-1)
         d_out_[..., e] = mean.neg_()
-        q_ = _grouped(q, b, queries, heads, FILL).mul_(scale)
-        log_sums = _grouped(lse.unsqueeze(-1), b, queries, heads).squeeze(-1)
+        q_ = scratch.grouped("q", q[b, :, queries], heads, FILL).mul_(scale)
+        log_sums = scratch.grouped("lse", lse[b, :, queries, None], heads).squeeze(-1)
         q_[..., d] = log_sums.masked_fill_(log_sums == -math.inf, 0).neg_()
-        k_, v_ = _wide(k, b, heads, FILL), _wide(v, b, heads, FILL)
+        k_, v_ = scratch.wide("k", k[b, :, heads], FILL), scratch.wide("v", v[b, :, heads], FILL)
         k_[..., d], v_[..., e] = 1, 1
-        d_q_, d_k_, d_v_ = (x.new_zeros(*x.shape[:-1], w) for x, w in ((q_, d), (k_, d), (v_, e)))
+        d_q_ = scratch("d_q", (*q_.shape[:-1], d)).zero_()
+        d_k_, d_v_ = scratch("d_k", (*k_.shape[:-1], d)).zero_(), scratch("d_v", (*v_.shape[:-1], e)).zero_()
+        plain_k, k_t, v_t = k_[..., :d], k_.transpose(1, 2), v_.transpose(1, 2)
         # Tile by tile, so that the gradients of a tile's keys stay in the cache.
-        for step in sorted(_steps(visible, b), key=lambda step: step.keys.start // KEY_TILE):
-            q_rows, d_rows = q_[:, :, step.queries].flatten(1, 2), d_out_[:, :, step.queries].flatten(1, 2)
-            p = torch.bmm(q_rows, k_[:, step.keys].transpose(1, 2)).exp_()
-            _hide(p, visible, b, step, 0)
-            d_v_[:, step.keys].baddbmm_(p.transpose(1, 2), d_rows[..., :e])
-            d_scores = torch.bmm(d_rows, v_[:, step.keys].transpose(1, 2)).mul_(p)
-            d_k_[:, step.keys].baddbmm_(d_scores.transpose(1, 2), q_rows[..., :d])
-            d_rows_q = torch.bmm(d_scores, k_[:, step.keys, :d])
-            d_q_[:, :, step.queries] += d_rows_q.unflatten(1, (group, -1))
-        d_q[b, :, queries].unflatten(1, (n, group)).copy_(d_q_.mul_(scale).permute(2, 0, 1, 3))
+        for step in sorted(visible.steps_of(b), key=lambda step: step.keys.start // KEY_TILE):
+            q_rows, d_rows = _cut(q_, 2, step.queries).flatten(1, 2), _cut(d_out_, 2, step.queries).flatten(1, 2)
+            p = scratch.product("scores", q_rows, _cut(k_t, 2, step.keys))
+            _hide(p, visible, b, step)
+            p.exp_()
+            _cut(d_v_, 1, step.keys).baddbmm_(p.transpose(1, 2), d_rows[..., :e])
+            d_scores = scratch.product("d_scores", d_rows, _cut(v_t, 2, step.keys)).mul_(p)
+            _cut(d_k_, 1, step.keys).baddbmm_(d_scores.transpose(1, 2), q_rows[..., :d])
+            block = scratch.product("block", d_scores, _cut(plain_k, 1, step.keys))
+            _cut(d_q_, 2, step.queries).add_(block.unflatten(1, (H // G, -1)))
+        d_q[b, :, queries].unflatten(1, q_.shape[:2]).copy_(d_q_.mul_(scale).permute(2, 0, 1, 3))
         d_k[b, :, heads], d_v[b, :, heads] = d_k_.transpose(0, 1), d_v_.transpose(0, 1)
     return d_q, d_k, d_v
+
+
+class _Scratch:
+    """Buffers that are made once a call and used for every few heads: they stay in the cache, and mapped.
+
+    dtype: fp32, or fp64 for fp64 tensors.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What `name` held in this shape before, or zeros."""
+        if (name, *shape) not in self._buffers:
+            self._buffers[name, *shape] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._buffers[name, *shape]
+
+    def wide(self, name: str, x: Tensor, fill: int = 0) -> Tensor:
+        """x [S, heads, n] -> [heads, S, n + fill], the last `fill` columns as they were, 0 at first."""
+        S, heads, n = x.shape
+        wide = self(name, (heads, S, n + fill))
+        (wide[..., :n] if fill else wide).copy_(x.transpose(0, 1))
+        return wide
+
+    def grouped(self, name: str, x: Tensor, heads: slice, fill: int = 0) -> Tensor:
+        """x [S, query heads, n] by the key-value head that serves them: [heads, H/G, S, n + fill]."""
+        return self.wide(name, x, fill).unflatten(0, (heads.stop - heads.start, -1))
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """Batched matrix product."""
+        out = self(name, (a.shape[0], a.shape[1], b.shape[2]))
+        return torch.bmm(a, b, out=out)
+
+
+def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
+    return x.narrow(dim, part.start, part.stop - part.start)
 
 
 def _heads(B: int, H: int, G: int) -> Iterator[tuple[int, slice, slice]]:
@@ -255,31 +316,13 @@ def _heads(B: int, H: int, G: int) -> Iterator[tuple[int, slice, slice]]:
             yield b, slice(start, stop), slice(start * (H // G), stop * (H // G))
 
 
-def _steps(visible: Visible, b: int) -> list[Step]:
-    return visible.steps[b if len(visible.steps) > 1 else 0]
-
-
-def _wide(x: Tensor, b: int, heads: slice, fill: int = 0) -> Tensor:
-    """Some heads of row b of x [B, S, heads, n] in fp32 (fp64): [heads, S, n + fill], the last `fill` columns 0."""
-    x = x[b, :, heads].transpose(0, 1)
-    y = torch.empty(*x.shape[:2], x.shape[2] + fill, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    y[..., : x.shape[2]] = x
-    y[..., x.shape[2] :] = 0
-    return y
-
-
-def _grouped(x: Tensor, b: int, queries: slice, heads: slice, fill: int = 0) -> Tensor:
-    """Some query heads of row b, by the key-value head that serves them: [heads, H/G, S, n + fill], wide."""
-    return _wide(x, b, queries, fill).unflatten(0, (heads.stop - heads.start, -1))
-
-
-def _hide(scores: Tensor, visible: Visible, b: int, step: Step, value: float) -> None:
-    """Set what queries may not see to `value`: scores [heads, H/G * queries, keys of the step]."""
+def _hide(scores: Tensor, visible: Visible, b: int, step: Step) -> None:
+    """Set what queries may not see to -inf: scores [heads, H/G * queries, keys of the step]."""
     if step.edge is None:
         return
-    edge = slice(step.edge.start - step.keys.start, step.edge.stop - step.keys.start)
-    by_query = scores.unflatten(1, (-1, step.queries.stop - step.queries.start))
-    by_query[..., edge].masked_fill_(visible.hidden(b, step.queries, step.edge), value)
+    edge = scores.narrow(2, step.edge.start - step.keys.start, step.edge.stop - step.edge.start)
+    mask = visible.mask(b, step, scores.dtype)
+    edge.unflatten(1, (-1, mask.shape[0])).add_(mask)
 
 
 class _Attention(torch.autograd.Function):
