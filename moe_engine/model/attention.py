@@ -172,8 +172,8 @@ class LatentAttention(Attention):
         nope, rope = self.model.qk_nope_head_dim, self.model.qk_rope_head_dim
 
         def turned(q: Tensor) -> Tensor:
-            q_nope, q_rope = q.view(*context.shape, self.model.num_heads, nope + rope).split((nope, rope), dim=-1)
-            return torch.cat((q_nope, rotate(q_rope, context.cos, context.sin, self.model.rope_style)), dim=-1)
+            heads = q.view(*context.shape, self.model.num_heads, nope + rope)
+            return rotate(heads, context.cos, context.sin, self.model.rope_style)
 
         if not self.model.q_lora_rank:
             return turned(x)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.schema import ModelConfig
+from moe_engine.ops.rotary import rotate_end
 
 
 def rotary_dim(model: ModelConfig) -> int:
@@ -52,16 +53,11 @@ def score_growth(model: ModelConfig) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str = "interleaved") -> Tensor:
-    """Rotary embedding of `x` [B, S, heads, rope]; same dtype.
+    """Rotary embedding of the last rope numbers of each head, the others kept: x [B, S, heads, n], same dtype.
 
     Pairs are (2i, 2i+1) when interleaved, (i, i + rope/2) in `halves`.
     """
-    wide = x.to(cos.dtype)
-    if style == "halves":
-        first, second = wide.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
-    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+    return rotate_end(x, cos, sin, style == "interleaved")
 
 
 def _ramp(model: ModelConfig) -> tuple[float, float]:

@@ -1,0 +1,64 @@
+"""Rotary embedding of the end of each vector: pairs of numbers turned by given angles (arXiv 2104.09864).
+
+Turning a pair (a, b) gives (a cos - b sin, b cos + a sin): the pair times cos, plus the pair turned by a right angle
+times sin. So no number is taken out of its place: every pass is over contiguous memory, in blocks that stay in a CPU's
+cache, and the rest of the vector is only copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 17
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    cos, sin = (
+        angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1) for angle in (cos, sin)
+    )
+    (heads, n), rope = x.shape[-2:], cos.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, turned, cos, sin = x.flatten(0, -3), out.view(-1, heads, n), cos.flatten(0, -3), sin.flatten(0, -3)
+    if n > rope:
+        turned[..., : n - rope] = rows[..., : n - rope]
+    step = max(1, BLOCK_ELEMENTS // max(1, heads * rope))
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        pairs = rows[part, :, n - rope :].to(cos.dtype, memory_format=torch.contiguous_format)
+        turned[part, :, n - rope :] = (pairs * cos[part]).add_(_quarter(pairs, interleaved).mul_(sin[part]))
+    return out
+
+
+def _quarter(x: Tensor, interleaved: bool) -> Tensor:
+    """Pairs (a, b) turned by a right angle: (-b, a)."""
+    if not interleaved:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+    # Times i, in which no number is rounded; torch has no other fast way to exchange neighbours.
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * 1j).flatten(-2)
+
+
+def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The last `rope` numbers of every head turned, the others as they are: x [B, S, heads, n] -> the same, new.
+
+    cos, sin [B, S, 1, rope/2] in fp32 (fp64), in which products are computed. Pairs are (2i, 2i+1) if interleaved,
+    else (i, i + rope/2).
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+    return out
