@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measures import same_bits
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -74,7 +75,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """The same keys, types and bits."""
-    return a.keys() == b.keys() and all(a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a)
+    return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
 
 
 def relative(found: Tensor, right: Tensor) -> float:

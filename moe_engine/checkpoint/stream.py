@@ -22,7 +22,13 @@ from moe_engine.checkpoint.files import commit, require_room
 from moe_engine.config.errors import ConfigError
 from moe_engine.data.tokens import sync
 
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 _ALIGNMENT = 8  # of the first tensor, as the format asks
 
 

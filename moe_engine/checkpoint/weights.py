@@ -32,6 +32,7 @@ from moe_engine.layout import Placement
 from moe_engine.model.names import named_parameters
 from moe_engine.model.transformer import Stage
 
+FP8_SCALE = "fp8_scale"  # the kind of those that scale an imported model's fp8 codes; see `Weights.scales`
 MASTER = "master"  # the kind of a checkpoint's tensors that are parameters
 BIAS = ".expert_bias"  # how names of balancing biases end; all other tensors are parameters
 
@@ -43,6 +44,8 @@ class Weights(Protocol):
     model: ModelConfig
     shapes: dict[str, tuple[int, ...]]
     notes: list[str]  # what a person should know, a line each
+    # Where values came from fp8 codes: the shapes of their scales, by the matrices' Hugging Face names.
+    scales: dict[str, tuple[int, ...]]
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that holds the stored values exactly."""
@@ -50,6 +53,10 @@ class Weights(Protocol):
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
         """Elements [start, end) of the flattened tensor. Raises ConfigError naming a damaged file."""
+        ...
+
+    def read_scale(self, key: str) -> Tensor:
+        """Scales [ceil(rows/128), ceil(columns/128)] fp32 of the matrix `key` of `scales`."""
         ...
 
     def check_copies(self) -> None:
@@ -70,10 +77,14 @@ class CheckpointWeights:
         index = files.read_index(folder)
         self.model = model_of(index.meta, folder)
         self._entries: dict[str, tuple[str, Entry]] = {}
+        self._scales: dict[str, tuple[str, Entry]] = {}
         for key, entry in index.tensors.items():
             kind, _, name = key.partition("/")
             if kind in (MASTER, EXTRA):
                 self._entries[name] = key, entry
+            elif kind == FP8_SCALE:
+                self._scales[name] = key, entry
+        self.scales = {name: entry.shape for name, (_, entry) in self._scales.items()}
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -82,8 +93,14 @@ class CheckpointWeights:
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
         key, entry = self._entry(name)
-        end = entry.numel if end is None else end
-        part = Part(key, entry.shape, start, end, torch.empty(end - start, dtype=self.dtype(name)))
+        return self._read(key, entry, start, entry.numel if end is None else end)
+
+    def read_scale(self, key: str) -> Tensor:
+        stored, entry = self._scales[key]
+        return self._read(stored, entry, 0, entry.numel).view(entry.shape)
+
+    def _read(self, key: str, entry: Entry, start: int, end: int) -> Tensor:
+        part = Part(key, entry.shape, start, end, torch.empty(end - start, dtype=getattr(torch, entry.dtype)))
         for file, copies in plan({key: entry}, [part]).items():
             files.read_tensors(self.folder / file, copies)
         return part.values
@@ -124,7 +141,8 @@ def write_checkpoint(
 ) -> dict[str, int]:
     """Make the checkpoint folder `out`, of step 0 and without optimizer states; returns the size of each file in bytes.
 
-    dtype: of the parameters, None: as they are stored; balancing biases are fp32. It appears whole or not at all.
+    dtype: of the parameters, None: as they are stored; balancing biases are fp32. Scales of values that came from fp8
+    are kept beside them. It appears whole or not at all.
     Raises ConfigError when `out` exists or cannot be written.
     """
     name_of = {f"{EXTRA if name.endswith(BIAS) else MASTER}/{name}": name for name in weights.shapes}
@@ -136,6 +154,11 @@ def write_checkpoint(
         )
         for key, name in name_of.items()
     ]
+    shapes = {key: tuple(weights.shapes[name]) for key, name in name_of.items()}
+    for name, shape in weights.scales.items():
+        key = f"{FP8_SCALE}/{name}"
+        shapes[key] = shape
+        announced.append(stream.Announced(key, torch.float32, (torch.Size(shape).numel(),)))
     type_of = {tensor.key: tensor.dtype for tensor in announced}
     entries: dict[str, Entry] = {}
     sizes: dict[str, int] = {}
@@ -146,10 +169,12 @@ def write_checkpoint(
             file = f"weights_{i}.safetensors"
 
             def value(key: str, file: str = file) -> Tensor:
-                values = weights.read(name_of[key]).to(type_of[key])
+                is_scale = key.startswith(f"{FP8_SCALE}/")
+                values = weights.read_scale(key.partition("/")[2]).flatten() if is_scale else weights.read(name_of[key])
+                values = values.to(type_of[key])
                 stored = Range(file, 0, values.numel(), files.checksum(values))
                 kind = str(values.dtype).removeprefix("torch.")
-                entries[key] = Entry(tuple(weights.shapes[name_of[key]]), kind, (stored,))
+                entries[key] = Entry(shapes[key], kind, (stored,))
                 return values
 
             sizes[file] = stream.write_file(partial / file, shard, value, progress)

@@ -14,7 +14,7 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 
 SUMMARY = "turn a Hugging Face folder into a checkpoint, and a checkpoint into a Hugging Face folder"
-DTYPES = ("keep", "bfloat16", "float32")
+DTYPES = {"keep": None, "bfloat16": "bfloat16", "float32": "float32", "fp8": "float8_e4m3fn"}
 
 
 @dataclass
@@ -23,7 +23,7 @@ class ConvertConfig:
 
     from_: str = ""  # a Hugging Face folder, a checkpoint folder, or a run folder (its newest checkpoint)
     to: str = ""  # the folder to make
-    dtype: str = "keep"  # keep | bfloat16 | float32
+    dtype: str = "keep"  # keep | bfloat16 | float32 | fp8 (into a Hugging Face folder)
     max_shard_gb: float = 5.0  # 10^9 bytes
 
 
@@ -45,7 +45,9 @@ few tensors are in memory at a time. Tokenizer files are not touched: copy them 
 options:
   from=FOLDER        what to convert
   to=FOLDER          what to make; must not be there yet
-  dtype=keep         type of the weights: keep (as they are stored) | bfloat16 | float32; balancing biases stay float32
+  dtype=keep         type of the weights: keep (as they are stored) | bfloat16 | float32; balancing biases stay float32.
+                     fp8, into a Hugging Face folder: matrices of attention and MLPs as codes with scales; where
+                     they came from such codes, the same codes and scales again
   max_shard_gb=5     the largest file, in 10^9 bytes
 
 examples:
@@ -69,8 +71,13 @@ def run(words: list[str]) -> int:
     for note in weights.notes:
         console.print(note, markup=False, highlight=False)
     weights.check_copies()
-    dtype = None if config.dtype == "keep" else getattr(torch, config.dtype)
+    name = DTYPES[config.dtype]
+    dtype = None if name is None else getattr(torch, name)
     to_huggingface = isinstance(weights, CheckpointWeights)
+    if config.dtype == "fp8" and not to_huggingface:
+        raise ConfigError(
+            "dtype=fp8: a checkpoint has master weights; use dtype=keep, which keeps the scales of fp8 weights too"
+        )
     write = write_huggingface if to_huggingface else write_checkpoint
     with _bar(console) as bar:
         show = partial(_show, bar)
@@ -97,9 +104,7 @@ def _check_options(config: ConvertConfig) -> None:
         problems.append(
             f"to={config.to}: is already there; remove it or name a new folder, for example to={config.to}_new"
         )
-    if config.dtype.startswith(("float8", "fp8")):
-        problems.append(f"dtype={config.dtype}: fp8 cannot be written yet; use dtype=bfloat16")
-    elif config.dtype not in DTYPES:
+    if config.dtype not in DTYPES:
         problems.append(f"dtype={config.dtype}: no such choice; there are {', '.join(DTYPES)}")
     if not config.max_shard_gb > 0:
         problems.append(f"max_shard_gb={config.max_shard_gb:g}: must be larger than 0, for example max_shard_gb=5")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hf_folders import V3, equal, random_folder, random_tensors, tensors_of, write_folder
+from hf_folders import V3, equal, fp8_folder, random_folder, random_tensors, tensors_of, write_folder
 
 from moe_engine.__main__ import main
 from moe_engine.config.huggingface import huggingface_config
@@ -25,11 +25,25 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "checkpoint", "source"]
 
 
+def test_fp8_is_for_hugging_face_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = fp8_folder(tmp_path / "source", V3)
+    assert convert(f"from={source}", f"to={tmp_path / 'checkpoint'}", "dtype=fp8") == 2
+    assert "dtype=fp8: a checkpoint has master weights; use dtype=keep" in capsys.readouterr().err
+    assert convert(f"from={source}", f"to={tmp_path / 'checkpoint'}") == 0
+    assert convert(f"from={tmp_path / 'checkpoint'}", f"to={tmp_path / 'back'}", "dtype=fp8", "max_shard_gb=1e-4") == 0
+    assert equal(tensors_of(tmp_path / "back"), tensors_of(source))
+
+
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = convert(f"from={tmp_path / 'nowhere'}", f"to={tmp_path}", "dtype=float8_e4m3fn", "max_shard_gb=0")
+    code = convert(f"from={tmp_path / 'nowhere'}", f"to={tmp_path}", "dtype=float8", "max_shard_gb=0")
     error = capsys.readouterr().err
     assert code == 2 and "Traceback" not in error
-    for part in ("nowhere: no such folder", "is already there", "fp8 cannot be written yet", "max_shard_gb=0: must be"):
+    for part in (
+        "nowhere: no such folder",
+        "is already there",
+        "dtype=float8: no such choice",
+        "max_shard_gb=0: must be",
+    ):
         assert part in error
 
 

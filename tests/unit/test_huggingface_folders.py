@@ -21,11 +21,17 @@ from hf_folders import (
     tensors_of,
     write_folder,
 )
+from layouts import Case, config_of, rank_batches
+from measures import same_bits
+from torch import Tensor
 
+import moe_kernels
+from moe_engine.checkpoint.huggingface.reader import dequantise
 from moe_engine.checkpoint.huggingface.writer import write_huggingface
 from moe_engine.checkpoint.weights import CheckpointWeights, Weights, open_weights, write_checkpoint
 from moe_engine.config.huggingface import huggingface_config
 from moe_engine.config.schema import ModelConfig
+from moe_engine.trainer import Trainer
 
 SMALL_SHARD = 20_000  # bytes: several files
 
@@ -146,6 +152,63 @@ def test_fp8_codes_become_the_numbers_they_stand_for(tmp_path: Path) -> None:
     assert torch.equal(weights.read("layers.0.attention.kv_down.weight", 130 * 200 + 7, 143 * 200), whole[26007:28600])
     there_and_back(source, tmp_path)
     assert equal(tensors_of(tmp_path / "folder"), values)
+
+
+def in_fp8(source: Path, out: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint written for Hugging Face in fp8."""
+    write_huggingface(open_weights(source), out, torch.float8_e4m3fn, SMALL_SHARD)
+    return tensors_of(out)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_fp8_codes_and_scales_come_back_as_they_were(tmp_path: Path, power_of_two: bool) -> None:
+    """Through fp32 master weights; with scales of any size, blocks that are cut, and codes that fill no range."""
+    model = replace(V3, dim=200, kv_lora_rank=140, dense_hidden=384, expert_hidden=130, mtp_depth=1)
+    source, _ = fp8_folder(tmp_path / "source", model)
+    stored = tensors_of(source)
+    for key in [key for key in stored if key.endswith("_scale_inv")]:
+        stored[key] = stored[key].log2().round().exp2() if power_of_two else stored[key] * 10 ** torch.rand(()) * 1e-4
+    config = json.loads((source / "config.json").read_text())
+    source = write_folder(tmp_path / "scaled", config, stored, files=4)
+    write_checkpoint(open_weights(source), tmp_path / "checkpoint", None, SMALL_SHARD)
+    back = in_fp8(tmp_path / "checkpoint", tmp_path / "back")
+    assert equal(back, stored)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["quantization_config"] == config["quantization_config"]
+    assert written["torch_dtype"] == "float32"
+    again, whole = open_weights(tmp_path / "back"), open_weights(source)
+    assert all(torch.equal(again.read(name), whole.read(name)) for name in whole.shapes)
+
+
+def test_moved_weights_get_codes_of_their_own(tmp_path: Path) -> None:
+    """Scales that a checkpoint kept are used only where they still give its values."""
+    source, _ = fp8_folder(tmp_path / "source", V3)
+    write_checkpoint(open_weights(source), tmp_path / "checkpoint", torch.bfloat16, SMALL_SHARD)
+    back, stored, values = in_fp8(tmp_path / "checkpoint", tmp_path / "back"), tensors_of(source), 0
+    assert back.keys() == stored.keys()
+    for key in [key for key in stored if f"{key}_scale_inv" in stored]:
+        rounded = dequantise(stored[key], stored[f"{key}_scale_inv"]).bfloat16()
+        codes, _, scale = moe_kernels.quantize_blocks(rounded)
+        values += not same_bits(back[key], stored[key])
+        assert same_bits(back[key], codes) and same_bits(back[f"{key}_scale_inv"], scale), key
+    assert values > 10
+
+
+def test_a_trained_model_is_written_with_the_codes_it_was_trained_with(tmp_path: Path) -> None:
+    case = Case(precision="fp8", micro_batch=8, layers=2)
+    trainer = Trainer(config_of(case), 0, torch.device("cpu"))
+    trainer.step(rank_batches(trainer, case, 0))
+    back = in_fp8(trainer.save(tmp_path), tmp_path / "back")
+    assert trainer.fp8 is not None
+    block = trainer.stages[0].layers["1"]
+    experts = trainer.fp8.weight(block.moe.experts.down)
+    for e in range(8):
+        key = f"model.layers.1.mlp.experts.{e}.down_proj.weight"
+        assert same_bits(back[key], experts.codes[e]) and same_bits(back[f"{key}_scale_inv"], experts.scale[e])
+    out = trainer.fp8.weight(block.attention.out.weight)
+    assert same_bits(back["model.layers.1.self_attn.o_proj.weight"], out.codes[0])
+    for key in ("lm_head.weight", "model.layers.1.mlp.gate.weight", "model.layers.2.eh_proj.weight"):
+        assert back[key].dtype == torch.float32 and f"{key}_scale_inv" not in back
 
 
 def test_fused_fp8_experts_have_scales_of_their_own(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ class HuggingFaceWeights:
         self._forms = self._match(both.tensors, both.copies)
         self.shapes = {name: mapped.shape for name, mapped in both.tensors.items()}
         self.copies = tuple(copy for copy in both.copies if copy.key in self.files.shapes)
+        # Of matrices in the form that is written: in another one (experts fused) blocks may lie across the border.
+        self.scales = {
+            rows.key: self.files.shapes[rows.key + SCALE]
+            for name, mapped in both.tensors.items()
+            for rows in self._forms[name]
+            if self._forms[name] == mapped.forms[0] and rows.key + SCALE in self.files.shapes
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which a tensor is stored; fp8 codes become fp32. Tensors that the family lacks are fp32 zeros."""
@@ -70,6 +77,10 @@ class HuggingFaceWeights:
             row += rows.shape[0]
         flat = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).reshape(-1)
         return flat[start - first * columns : end - first * columns]
+
+    def read_scale(self, key: str) -> Tensor:
+        """The scales of the fp8 matrix that the file calls `key`, fp32, as they are stored."""
+        return self.files.read(key + SCALE, 0, self.scales[key][0]).float()
 
     def check_copies(self) -> None:
         """Compare tensors that repeat others with what they repeat. Raises ConfigError naming each that differs."""

@@ -2,11 +2,16 @@
 
 What a family's layout has no place for (a balancing bias that is not zero in a softmax model, MTP modules outside
 DeepSeek-V3) refuses the model by name; nothing is left out in silence.
+
+In fp8 the matrices of attention and MLPs are E4M3 codes, each with a tensor of scales for blocks of 128x128. Values
+that came from codes get back the scales they came with, and so the same codes; others the codes that fp8 training
+multiplies with: those of the values in bf16, with powers of two as scales.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,23 @@ from torch import Tensor
 
 from moe_engine.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, Rows, names
+from moe_engine.checkpoint.huggingface.reader import FP8_BLOCK, SCALE, dequantise
 from moe_engine.checkpoint.stream import Announced, Progress, cut, new_folder, write_file
 from moe_engine.checkpoint.weights import BIAS, Weights, not_as_expected
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface import huggingface_config
 from moe_engine.data.tokens import sync
+from moe_engine.ops.fp8 import Fp8
+
+FP8 = torch.float8_e4m3fn
+# What fp8 training multiplies in fp8, by our names; MTP's projection stays in bf16 in published folders.
+_IN_FP8 = re.compile(r".*\.(attention\.\w+|mlp\.\w+|shared\.\w+)\.weight|.*\.experts\.\d+\.\w+")
+_QUANTIZATION = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
 
 
 def write_huggingface(
@@ -28,13 +45,17 @@ def write_huggingface(
 ) -> dict[str, int]:
     """Make the folder `out`; returns the size in bytes of each of its safetensors files.
 
-    dtype: of all tensors but the balancing biases, which are fp32; None: as they are stored. shard_bytes: the largest
-    file, but for a tensor that is larger. The folder appears when all of it is on disk, or not at all.
+    dtype: of all tensors but the balancing biases, which are fp32; None: as they are stored; float8_e4m3fn: the
+    matrices of attention and MLPs in fp8 with their scales (of an imported fp8 model: those that were), others as they
+    are stored. shard_bytes: the largest file, but for a tensor that is larger. The folder appears when all of it is on
+    disk, or not at all.
     Raises ConfigError for a model that no known family's layout can hold, and when `out` exists or cannot be written.
     """
     config = huggingface_config(weights.model)
     export = _Export(weights, names(weights.model, FAMILIES[config["model_type"]]), dtype)
     config["torch_dtype"] = str(export.common_dtype()).removeprefix("torch.")
+    if dtype == FP8:
+        config["quantization_config"] = _QUANTIZATION
     shards = cut(export.announced(), shard_bytes)
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     progress = progress or Progress()
@@ -57,6 +78,7 @@ class _Export:
 
     def __init__(self, weights: Weights, both: Names, dtype: torch.dtype | None) -> None:
         self.weights, self.both, self.cast_to = weights, both, dtype
+        self._last: tuple[str, tuple[Tensor, Tensor]] = "", (torch.empty(0), torch.empty(0))
         wrong = not_as_expected({name: mapped.shape for name, mapped in both.tensors.items()}, weights.shapes)
         wrong += [
             f"{name} is not zero, and a {weights.model.score_function} model has no such bias there"
@@ -74,26 +96,62 @@ class _Export:
         """All tensors, in the order of their names there."""
         for key in sorted(self._places):
             name, _, rows = self._places[key]
-            yield Announced(key, self._dtype(name), rows.shape)
+            if not self._quantised(key):
+                yield Announced(key, self._dtype(name), rows.shape)
+                continue
+            yield Announced(key, FP8, rows.shape)
+            yield Announced(key + SCALE, torch.float32, tuple(-(-size // FP8_BLOCK) for size in rows.shape))
 
     def value(self, key: str) -> Tensor:
+        if key not in self._places:
+            return self._codes(key.removesuffix(SCALE))[1]
+        return self._codes(key)[0] if self._quantised(key) else self._values(key, self._dtype(self._places[key][0]))
+
+    def _values(self, key: str, dtype: torch.dtype) -> Tensor:
         name, first, rows = self._places[key]
         columns = rows.shape[1] if len(rows.shape) > 1 else 1
         flat = self.weights.read(name, first * columns, (first + rows.shape[0]) * columns)
-        values = flat.view(rows.shape).to(self._dtype(name))
+        values = flat.view(rows.shape).to(dtype)
         return torch.cat(values.chunk(2, dim=1)[::-1], dim=1) if rows.swap else values
+
+    def _quantised(self, key: str) -> bool:
+        """Whether a tensor is written as codes: in an imported fp8 model what was, else what training multiplies so."""
+        if self.cast_to != FP8:
+            return False
+        if self.weights.scales:
+            return key in self.weights.scales
+        name, _, rows = self._places[key]
+        return len(rows.shape) == 2 and bool(_IN_FP8.fullmatch(name))
+
+    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a matrix; kept, since scales are asked for right after codes."""
+        if self._last[0] != key:
+            self._last = key, self._quantise(key)
+        return self._last[1]
+
+    def _quantise(self, key: str) -> tuple[Tensor, Tensor]:
+        values = self._values(key, torch.float32)
+        if key in self.weights.scales:
+            scale = self.weights.read_scale(key)
+            by_row = scale.where(scale != 0, 1).repeat_interleave(FP8_BLOCK, 0)[: values.shape[0]]
+            codes = (values / by_row.repeat_interleave(FP8_BLOCK, 1)[:, : values.shape[1]]).clamp(-448, 448).to(FP8)
+            if torch.equal(dequantise(codes, scale), values):
+                return codes, scale
+        made = Fp8().weight(values.bfloat16())
+        return made.codes[0], made.scale[0]
 
     def common_dtype(self) -> torch.dtype:
         """The type of most tensors, which is what readers make of the model when they are not told."""
         count: dict[torch.dtype, int] = {}
         for tensor in self.announced():
-            count[tensor.dtype] = count.get(tensor.dtype, 0) + 1
+            if not self._quantised(tensor.key.removesuffix(SCALE)):
+                count[tensor.dtype] = count.get(tensor.dtype, 0) + 1
         return max(count, key=lambda dtype: count[dtype])
 
     def _dtype(self, name: str) -> torch.dtype:
         if name.endswith(BIAS):
             return torch.float32
-        return self.cast_to or self.weights.dtype(name)
+        return self.weights.dtype(name) if self.cast_to in (None, FP8) else self.cast_to
 
     def _find_places(self) -> Iterator[tuple[str, tuple[str, int, Rows]]]:
         """(key there, (our name, first row in it, rows)) of every tensor that is written."""
