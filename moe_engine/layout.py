@@ -87,8 +87,8 @@ class Layout:
 
     def dense_ranks(self, rank: int, holders: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks that share the dense parameters held by the pipeline ranks `holders`, as seen from `rank`."""
-        tp = self.coordinate(rank).tp
-        return tuple(r for pp in holders for r in self.stage_ranks(pp) if self.coordinate(r).tp == tp)
+        tp, size = rank % self.tp, self.stage_size
+        return tuple(r for pp in holders for r in range(pp * size + tp, (pp + 1) * size, self.tp))
 
     def ep_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that exchange tokens with `rank`: one copy of all experts, in expert order."""
@@ -106,8 +106,8 @@ class Layout:
 
     def expert_ranks(self, rank: int, holders: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks that hold the same experts as `rank`, over the pipeline ranks `holders`."""
-        ep = self.coordinate(rank).ep
-        return tuple(r for pp in holders for r in self.stage_ranks(pp) if self.coordinate(r).ep == ep)
+        ep, size = rank % self.stage_size % self.ep, self.stage_size
+        return tuple(r for pp in holders for r in range(pp * size + ep, (pp + 1) * size, self.ep))
 
     def neighbour(self, rank: int, pp: int) -> int:
         """The rank with the same place as `rank` on pipeline rank `pp`."""

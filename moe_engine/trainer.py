@@ -43,6 +43,9 @@ from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
 
 
+Connect = Callable[[Layout, Placement, int, CollectiveLog | None], Groups]
+
+
 @dataclass(frozen=True)
 class StepGradients:
     """A step between backward and update: the gradients themselves are in the optimizer's shards."""
@@ -89,13 +92,31 @@ def _synchronizer(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
-class Trainer:
-    """Model stages, optimizer and executor of one rank. `config` must be resolved (`parallel.dp` filled in)."""
+def placement_of(config: Config) -> Placement:
+    """Which pipeline rank holds which stages, as the schedule and `pipeline.stages` say."""
+    pipeline, pp = config.pipeline, config.parallel.pp
+    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp, pipeline.virtual_stages)
+    specs = stages_of(config.model, pipeline, 1 + max(map(max, stages_of_rank)))
+    return Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
 
-    def __init__(self, config: Config, rank: int, device: torch.device, log: CollectiveLog | None = None) -> None:
+
+class Trainer:
+    """Model stages, optimizer and executor of one rank. `config` must be resolved (`parallel.dp` filled in).
+
+    connect: makes the communicators; a dry run has its own.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        device: torch.device,
+        log: CollectiveLog | None = None,
+        connect: Connect = build_groups,
+    ) -> None:
         self.config, self.device = config, device
         self.micro_batches = config.train.global_batch // ((config.parallel.dp or 1) * config.train.micro_batch)
-        self.groups = self._groups(rank, log)
+        self.groups = connect(Layout.of(config.parallel), placement_of(config), rank, log)
         precision = config.precision
         self.fp8 = Fp8(precision.wgrad, precision.power_of_two_scales) if precision.name == "fp8" else None
         self.stages = self._stages()
@@ -113,13 +134,6 @@ class Trainer:
         self.num_parameters = parameter_count(config.model).total
         self.steps_done = 0
         self.tokens_seen = 0
-
-    def _groups(self, rank: int, log: CollectiveLog | None) -> Groups:
-        pipeline, pp = self.config.pipeline, self.config.parallel.pp
-        stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp, pipeline.virtual_stages)
-        specs = stages_of(self.config.model, pipeline, 1 + max(map(max, stages_of_rank)))
-        placement = Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
-        return build_groups(Layout.of(self.config.parallel), placement, rank, log)
 
     def _stages(self) -> dict[int, Stage]:
         config = self.config

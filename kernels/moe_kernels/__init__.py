@@ -32,14 +32,16 @@ def _device_ops() -> Any:
 def _by_device(op: Callable[P, R], widest: int = 4) -> Callable[P, R]:
     """`op` of `reference`; for tensors on a CUDA device its namesake in `device`; as a custom op while compiling.
 
+    Of tensors without data (on the device `meta`) the custom op's fake implementation gives the results.
+
     widest: the most bytes of a number that the device's kernel takes; the reference computes wider ones there too.
     """
 
     @functools.wraps(op)
     def pick(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return cast(R, custom.call(op.__name__, *args, **kwargs))
         first: Any = args[0]
+        if torch.compiler.is_compiling() or first.is_meta:
+            return cast(R, custom.call(op.__name__, *args, **kwargs))
         if first.device.type == "cuda" and first.element_size() <= widest and _device_ops() is not None:
             with torch.cuda.device_of(first):
                 return cast(R, getattr(_device_ops(), op.__name__)(*args, **kwargs))

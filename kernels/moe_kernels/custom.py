@@ -178,6 +178,7 @@ def _adding(op: Callable[..., Any]) -> Callable[..., None]:
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """The custom op of this name, with the results of the public function."""
     namespace = torch.ops.moe_kernels
+    args = tuple(torch.tensor(arg) if isinstance(arg, list) else arg for arg in args)  # numbers of rows
     if name in _ADDING:
         # The public functions' (…, counts, out=None, num_sms=None): the number of programs is left to the device.
         operands = 3 if name == "grouped_wgrad" else 5

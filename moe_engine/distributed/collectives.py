@@ -164,7 +164,7 @@ class Communicator:
             if x.is_floating_point() or x.dtype == torch.bool:
                 return ordered_sum(self._gather(x.reshape(-1)).view(self.size, *x.shape))
             total = x.clone()
-            dist.all_reduce(total, group=self.group)
+            self._all_reduce(total, dist.ReduceOp.SUM)
         return total
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class Communicator:
         largest = x.clone()
         if self.size > 1:
             with self._record("all_reduce_max", label, x):
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+                self._all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
     @torch.no_grad()
@@ -183,7 +183,7 @@ class Communicator:
             return x.clone()
         parts = torch.empty_like(x)
         with self._record("reduce_scatter_sum", label, x):
-            dist.all_to_all_single(parts, x.contiguous(), group=self.group)
+            self._all_to_all(parts, x.contiguous())
         return ordered_sum(parts.view(self.size, -1))
 
     @torch.no_grad()
@@ -202,11 +202,11 @@ class Communicator:
         waiting = self._record("all_gather", label, x)
         x = x.detach().contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return Pending(out, _gather_into(out, x, group=self.group, async_op=True), x, waiting)
+        return Pending(out, self._all_gather(out, x, start=True), x, waiting)
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        _gather_into(out, x.contiguous(), group=self.group)
+        self._all_gather(out, x.contiguous())
         return out
 
     @torch.no_grad()
@@ -223,8 +223,7 @@ class Communicator:
         out = torch.empty_like(x)
         send, receive = [0] * self.size, [0] * self.size
         send[(self.rank + 1) % self.size] = receive[(self.rank - 1) % self.size] = x.numel()
-        work = dist.all_to_all_single(out.view(-1), x.view(-1), receive, send, group=self.group, async_op=True)
-        return Pending(out, work, x, waiting)
+        return Pending(out, self._all_to_all(out.view(-1), x.view(-1), receive, send, start=True), x, waiting)
 
     @torch.no_grad()
     def all_to_all(self, x: Tensor, send_splits: list[int], recv_splits: list[int], label: str = "") -> Pending:
@@ -237,22 +236,45 @@ class Communicator:
         waiting = self._record("all_to_all", label, x)
         x = x.detach().contiguous()
         out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-        work = dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=True)
-        return Pending(out, work, x, waiting)
+        return Pending(out, self._all_to_all(out, x, recv_splits, send_splits, start=True), x, waiting)
 
     @torch.no_grad()
     def send(self, x: Tensor, to: int, tag: int, label: str = "") -> Pending:
         """Start sending `x` to the member with place `to`; `x` must stay unchanged until `wait()`."""
         waiting = self._record("send", label, x)
         x = x.detach().contiguous()
-        return Pending(x, dist.isend(x, self.ranks[to], group=self.group, tag=tag), x, waiting)
+        return Pending(x, self._send(x, to, tag), x, waiting)
 
     @torch.no_grad()
     def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Start receiving into `buffer` (its shape and dtype must be the sender's) from the member `source`."""
         waiting = self._record("receive", label, buffer)
-        work = dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
-        return Pending(buffer, work, waiting=waiting)
+        return Pending(buffer, self._receive(buffer, source, tag), waiting=waiting)
+
+    # What follows is all that talks to torch; a dry run (`distributed.silent`) has others talk to nobody.
+
+    def _all_reduce(self, x: Tensor, op: Any) -> None:
+        dist.all_reduce(x, op=op, group=self.group)
+
+    def _all_gather(self, out: Tensor, x: Tensor, start: bool = False) -> Any:
+        return _gather_into(out, x, group=self.group, async_op=start)
+
+    def _all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        recv_splits: list[int] | None = None,
+        send_splits: list[int] | None = None,
+        start: bool = False,
+    ) -> Any:
+        """Equal parts without splits; `start`: returns at once, with what can be waited for."""
+        return dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=start)
+
+    def _send(self, x: Tensor, to: int, tag: int) -> Any:
+        return dist.isend(x, self.ranks[to], group=self.group, tag=tag)
+
+    def _receive(self, buffer: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every member's (picklable) value in rank order, on all members. For start-up only."""

@@ -84,7 +84,12 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
     """Make every communicator of `rank`. All ranks of the world must call this at the same point."""
     if layout.world > 1 and dist.get_world_size() != layout.world:
         raise ValueError(f"world={dist.get_world_size()}: the layout {layout} needs {layout.world} ranks")
-    make = _Maker(rank, log)
+    return arrange(layout, placement, world_communicator(rank, layout.world, log), Maker(rank, log))
+
+
+def arrange(layout: Layout, placement: Placement, world: Communicator, make: Maker) -> Groups:
+    """The communicators of the rank of `make`, made by it in one order for all ranks."""
+    rank, log = make.rank, make.log
     dense, expert = {}, {}
     for holders in placement.holder_sets:
         first = layout.stage_ranks(holders[0])
@@ -98,7 +103,7 @@ def build_groups(layout: Layout, placement: Placement, rank: int, log: Collectiv
         layout=layout,
         placement=placement,
         rank=rank,
-        world=world_communicator(rank, layout.world, log),
+        world=world,
         data=make.one("data", data),
         cp=make.one("cp", cp),
         cp_counts=make.one("cp_counts", cp),
@@ -125,13 +130,15 @@ def world_communicator(rank: int, size: int, log: CollectiveLog | None = None) -
     return Communicator("world", range(size), rank, dist.group.WORLD if size > 1 else None, log)
 
 
-class _Maker:
+class Maker:
     """Makes communicators; every rank makes every one of them, in the same order.
 
     Torch can also make a group among its members only, but it names such a group by how many groups the caller
     has made before, so ranks with different histories (an end and a middle of the pipeline) wait for each other
     for ever.
     """
+
+    communicator: type[Communicator] = Communicator
 
     def __init__(self, rank: int, log: CollectiveLog | None) -> None:
         self.rank, self.log = rank, log
@@ -140,10 +147,14 @@ class _Maker:
         """Make all `groups` (equal ones once); the communicator of the one that this rank is in, if any."""
         mine = None
         for ranks in sorted(set(groups)):
-            group: Any = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            group: Any = self.connect(ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
-                mine = Communicator(f"{name}{list(ranks)}", ranks, self.rank, group, self.log)
+                mine = self.communicator(f"{name}{list(ranks)}", ranks, self.rank, group, self.log)
         return mine
+
+    def connect(self, ranks: tuple[int, ...]) -> Any:
+        """What torch knows these ranks by."""
+        return dist.new_group(list(ranks))
 
     def one(self, name: str, groups: Iterable[tuple[int, ...]]) -> Communicator:
         mine = self(name, groups)
@@ -152,7 +163,7 @@ class _Maker:
         return mine
 
 
-def _edges(layout: Layout, placement: Placement, make: _Maker) -> dict[Edge, Communicator]:
+def _edges(layout: Layout, placement: Placement, make: Maker) -> dict[Edge, Communicator]:
     """Two-rank communicators for every pair of neighbouring stages on different pipeline ranks."""
     pairs = set()
     for stage in placement.stages[:-1]:

@@ -90,7 +90,7 @@ class Router(nn.Module):
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
         scores = sigmoid(logits.detach()) if config.score_function == "sigmoid" else logits.detach().softmax(dim=1)
-        expert_ids = self._choose(scores)
+        expert_ids = self.choose(scores)
         if self.training:
             if self.num_tokens_per_expert.device != x.device:  # a wrapper moved parameters and buffers alone
                 self.num_tokens_per_expert = self.num_tokens_per_expert.to(x.device)
@@ -111,8 +111,11 @@ class Router(nn.Module):
         update_expert_bias(self.expert_bias, counts, self.config.bias_step)
         self.num_tokens_per_expert.zero_()
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """Expert ids [T, K] of the best biased scores within the best groups."""
+    def choose(self, scores: Tensor) -> Tensor:
+        """Expert ids [T, K], ascending in each row, of the best biased scores [T, E] within the best groups.
+
+        A dry run, whose scores have no values, sets another function in its place.
+        """
         config = self.config
         biased = scores + self.expert_bias
         if config.top_groups < config.num_groups:

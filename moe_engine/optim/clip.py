@@ -23,7 +23,8 @@ from torch import Tensor
 from moe_engine.distributed.collectives import Communicator
 
 CHUNK = 64  # elements whose squares are summed before they become integers, which is the slow part
-BLOCK = 1 << 16  # elements squared at a time: the 8-byte intermediates stay in a CPU's cache
+BLOCK = 1 << 16  # elements squared at a time: the 8-byte intermediates stay in a CPU's cache …
+DEVICE_BLOCK = 1 << 22  # … and elsewhere few launches do much
 SUM_BITS = 62  # an int64 sum stays below 2^62
 SMALLEST_EXPONENT = -900  # magnitudes below 2^-900 are not scaled up further: the scale must stay finite in fp64
 
@@ -47,7 +48,7 @@ class GradientNorm:
     def assign(self, owned: Sequence[tuple[str, int, int]]) -> None:
         """This rank owns these parts from now on: the world's together still make up each parameter once."""
         place = {name: i for i, name in enumerate(self.numel)}
-        self.places = torch.tensor([place[name] for name, _, _ in owned], dtype=torch.int64, device=self.device)
+        self.places = [place[name] for name, _, _ in owned]
 
     def __call__(self, gradients: Sequence[Tensor]) -> float:
         """The norm of `gradients`, the owned parts in the order of `owned`; inf when any element is inf or NaN."""
@@ -56,7 +57,7 @@ class GradientNorm:
             return math.inf
         exponents = [max(math.frexp(value)[1], SMALLEST_EXPONENT) for value in largest]
         sums = torch.zeros(len(self.numel), 2, dtype=torch.int64, device=self.device)
-        for place, gradient in zip(self.places.tolist(), gradients, strict=True):
+        for place, gradient in zip(self.places, gradients, strict=True):
             half = self.half_bits[place]
             sums[place] = _sum_of_squares(gradient, half - exponents[place], 2 * half, self.chunks[place])
         totals = self.world.all_reduce_sum(sums, "gradient squares").tolist()
@@ -67,7 +68,8 @@ class GradientNorm:
         largest = torch.zeros(len(self.numel), dtype=torch.float64, device=self.device)
         if gradients:
             ends = torch.stack([torch.stack(gradient.aminmax()) for gradient in gradients])  # NaN gives NaN
-            largest[self.places] = ends.abs().amax(dim=1).double().nan_to_num(nan=math.inf, posinf=math.inf)
+            places = torch.tensor(self.places, device=self.device)
+            largest[places] = ends.abs().amax(dim=1).double().nan_to_num(nan=math.inf, posinf=math.inf)
         found: list[float] = self.world.all_reduce_max(largest, "gradient magnitudes").tolist()
         return found
 
@@ -91,7 +93,7 @@ def _numel_by_name(parts: Iterable[tuple[str, int, int]]) -> dict[str, int]:
 def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int, chunk: int) -> Tensor:
     """Sum of (gradient * 2^exponent)^2 as [integer part, rest in units of 2^-low_bits], int64 [2]."""
     scale, total = math.ldexp(1.0, exponent), torch.zeros(2, dtype=torch.int64, device=gradient.device)
-    for block in gradient.split(BLOCK):
+    for block in gradient.split(BLOCK if gradient.device.type == "cpu" else DEVICE_BLOCK):
         squares = block.to(torch.float64, copy=True).mul_(scale).square_()
         if chunk > 1:
             squares = squares.view(-1, chunk).sum(dim=1)

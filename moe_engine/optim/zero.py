@@ -318,6 +318,16 @@ class ZeroOptimizer:
             for o in bucket.owned:
                 yield GradientShard(o.name, o.start, o.end, o.shape, bucket.gradient_shard[o.place])
 
+    def state_bytes(self) -> dict[str, int]:
+        """What this rank's buffers take, those of all buckets: parameters, gradients, master, moments."""
+        buffers = {
+            "parameters": [bucket.values for bucket in self._buckets],
+            "gradients": [bucket.gradients for bucket in self._buckets],
+            "master": [bucket.master for bucket in self._buckets],
+            "moments": [state for bucket in self._buckets for state in (bucket.exp_avg, bucket.exp_avg_sq)],
+        }
+        return {name: sum(flat.untyped_storage().nbytes() for flat in flats) for name, flats in buffers.items()}
+
     def _require_reduced(self, what: str) -> None:
         if not self._reduced:
             raise RuntimeError(f"{what}: gradients are not reduced; call reduce_gradients first")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.strategy import Strategy
 
 KEEPING = ("engine", "megatron")
@@ -156,23 +157,3 @@ def _moe_tensors(model: Architecture, strategy: Strategy, keeping: str, load: fl
     if keeping == "megatron":
         tensors.append(Kept("unpermute input", 2 * rows * model.dim, ("moe",)))
     return tensors
-
-
-def distinct_ranks(model: Architecture, ep: int) -> float:
-    """How many of `ep` ranks a token's experts lie on, for top_k experts drawn at random without replacement.
-
-    With node-limited routing (`top_groups` of `num_groups`), the draw is among the experts of the chosen groups.
-    """
-    if not model.num_experts:
-        return 0.0
-    ranks, experts = float(ep), model.num_experts
-    if model.num_groups > model.top_groups and ep > 1:
-        ranks = ep * model.top_groups / model.num_groups
-        experts = model.num_experts * model.top_groups // model.num_groups
-    if ranks <= 1:
-        return 1.0
-    per_rank = experts / ranks
-    missed = 1.0
-    for drawn in range(model.top_k):
-        missed *= max(0.0, (experts - per_rank - drawn) / (experts - drawn))
-    return ranks * (1.0 - missed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_engine.planner.activations import distinct_ranks
+from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.memory import RankMemory, rank_memory
 from moe_engine.planner.request import Request

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_engine.planner import hardware
-from moe_engine.planner.activations import distinct_ranks
+from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.architecture import Architecture, Matrix
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.strategy import Strategy

@@ -145,13 +145,13 @@ def micro_batches(count: int) -> list[Batch]:
 def test_routing_and_counting_happen_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied logits everywhere, so that a second choice could differ; each is made once and counted once."""
     calls = [0]
-    choose = Router._choose
+    choose = Router.choose
 
     def counted(self: Router, scores: Tensor) -> Tensor:
         calls[0] += 1
         return choose(self, scores)
 
-    monkeypatch.setattr(Router, "_choose", counted)
+    monkeypatch.setattr(Router, "choose", counted)
     results = {}
     for name in ("none", mode):
         trainer = Trainer(config(name), 0, torch.device("cpu"))

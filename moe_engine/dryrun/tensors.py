@@ -1,0 +1,140 @@
+"""Tensors without data: what runs the engine's own code at the size of a cluster on a laptop.
+
+Inside `TensorsWithoutData` floating-point numbers have shapes but no values (they live on torch's meta device), and
+integers are real: they are few, and the engine needs them on the host, to split messages and to group rows. What an
+operation makes of both has no values; an integer or a flag that floating-point numbers decide is 0 or False. So
+nothing above knows of a dry run: it asks for tensors on the device `meta` and goes its way.
+
+`LiveBytes` counts, below all that, the bytes of every storage from the operation that made it until nobody holds it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+
+class LiveBytes:
+    """Bytes of the storages that are alive, and the most that there were at once."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}  # by the address of the storage, which is not used again while it lives
+
+    def hold(self, x: Tensor) -> None:
+        """Count the storage of `x` from now on until it is freed; once, however many tensors share it."""
+        storage = x.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._known:
+            return
+        self._known[address] = weakref.finalize(storage, self._free, address, size)
+        self._known[address].atexit = False
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, address: int, size: int) -> None:
+        del self._known[address]
+        self.now -= size
+
+
+class TensorsWithoutData(TorchDispatchMode):
+    """See the module. `live` counts what is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveBytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = _run(func, args, kwargs)
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.live.hold(x)
+        return result
+
+
+class FusedAttention(TorchFunctionMode):
+    """Scaled dot-product attention as the fused kernel of a GPU, which keeps no matrix of scores.
+
+    On `meta` torch would take its own path without a kernel. Only causal attention: documents of a dry run fill rows.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if kwargs.get("attn_mask") is not None or not kwargs.get("is_causal"):
+            raise ValueError("a dry run knows causal attention within whole rows alone")
+        return torch.ops.aten._scaled_dot_product_flash_attention(*args, 0.0, True, scale=kwargs.get("scale"))[0]
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not tensors:
+        return _make(func, args, kwargs)
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return func(*args) if args[0].device == CPU else 0
+    if all(x.device == CPU for x in tensors):
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": CPU}
+        return tree_map(_without_floats(tensors), func(*args, **kwargs))
+    if func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU:  # read on the host
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+    if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == CPU:
+        return args[0]  # an integer would take what has no value
+    if func.overloadpacket not in _INDEXING:  # these take real indices beside tensors without data
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+    return tree_map(_with_integers(tensors), func(*args, **kwargs))
+
+
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+
+
+def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A tensor out of nothing: without data if it is of floating-point numbers, else real."""
+    if "device" not in kwargs:
+        return func(*args, **kwargs)
+    made = func(*args, **{**kwargs, "device": META})
+    if made.is_floating_point():
+        return made
+    return func(*args, **{**kwargs, "device": CPU})
+
+
+def _to_meta(x: Any) -> Any:
+    return _like(x, META) if isinstance(x, Tensor) and x.device == CPU else x
+
+
+def _without_floats(given: list[Tensor]) -> Callable[[Any], Any]:
+    """Takes the data from what integers have made, where it is of floating-point numbers."""
+
+    def strip(x: Any) -> Any:
+        made = isinstance(x, Tensor) and x.is_floating_point() and not any(x is each for each in given)
+        return _like(x, META) if made else x
+
+    return strip
+
+
+def _with_integers(given: list[Tensor]) -> Callable[[Any], Any]:
+    """Gives data, zeros, to the integers that numbers without data have made."""
+
+    def fill(x: Any) -> Any:
+        made = isinstance(x, Tensor) and not x.is_floating_point() and not any(x is each for each in given)
+        return _like(x, CPU).zero_() if made else x
+
+    return fill
+
+
+def _like(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
