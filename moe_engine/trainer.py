@@ -42,7 +42,6 @@ from moe_engine.planner.flops import parameter_count
 from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
 
-
 Connect = Callable[[Layout, Placement, int, CollectiveLog | None], Groups]
 
 

@@ -64,13 +64,13 @@ class DryRun:
 
 
 def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
-    """One step of `rank`. `config` must be valid and resolved; `load`: rows of the busiest rank's experts over the mean.
+    """One step of `rank`. `config` must be valid and resolved; `load`: rows at the busiest rank over the mean.
 
     This rank is taken for the busiest of its expert-parallel group.
     """
-    log = CollectiveLog()
+    log, connect = CollectiveLog(), _connector(config)
     with TensorsWithoutData() as without_data, FusedAttention():
-        trainer = Trainer(config, rank, META, log, _connector(config))
+        trainer = Trainer(config, rank, META, log, connect)
         states = trainer.optimizer.state_bytes()
         parameters = sum(named.parameter.numel() for named in trainer.named)
         _set_routing(trainer, load)

@@ -11,8 +11,7 @@ nothing above knows of a dry run: it asks for tensors on the device `meta` and g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -40,7 +38,6 @@ class LiveBytes:
         if address in self._known:
             return
         self._known[address] = weakref.finalize(storage, self._free, address, size)
-        self._known[address].atexit = False
         self.now += size
         self.peak = max(self.peak, self.now)
 
@@ -59,9 +56,8 @@ class TensorsWithoutData(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = _run(func, args, kwargs)
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.live.hold(x)
+        for x in _tensors_in((result,)):
+            self.live.hold(x)
         return result
 
 
@@ -80,8 +76,13 @@ class FusedAttention(TorchFunctionMode):
         return torch.ops.aten._scaled_dot_product_flash_attention(*args, 0.0, True, scale=kwargs.get("scale"))[0]
 
 
+_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+REAL = 1 << 14  # elements up to which zeros made by floating-point numbers are memory of their own
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    """The results of an operation, by the rule of the module."""
+    tensors = list(_tensors_in(args)) + list(_tensors_in(tuple(kwargs.values())))
     if not tensors:
         return _make(func, args, kwargs)
     if func is torch.ops.aten._local_scalar_dense.default:
@@ -89,17 +90,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if all(x.device == CPU for x in tensors):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": CPU}
-        return tree_map(_without_floats(tensors), func(*args, **kwargs))
+        return _each(func(*args, **kwargs), lambda x: _like(x, META) if _is_data(x) and not _in(x, tensors) else x)
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU:  # read on the host
         return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == CPU:
         return args[0]  # an integer would take what has no value
     if func.overloadpacket not in _INDEXING:  # these take real indices beside tensors without data
-        args, kwargs = tree_map(_to_meta, (args, kwargs))
-    return tree_map(_with_integers(tensors), func(*args, **kwargs))
-
-
-_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+        args = _each(args, lambda x: _like(x, META) if x.device == CPU else x)
+    return _each(func(*args, **kwargs), lambda x: x if _is_data(x) or _in(x, tensors) else _zeros(x))
 
 
 def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -107,34 +105,40 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if "device" not in kwargs:
         return func(*args, **kwargs)
     made = func(*args, **{**kwargs, "device": META})
-    if made.is_floating_point():
-        return made
-    return func(*args, **{**kwargs, "device": CPU})
+    return made if _is_data(made) else func(*args, **{**kwargs, "device": CPU})
 
 
-def _to_meta(x: Any) -> Any:
-    return _like(x, META) if isinstance(x, Tensor) and x.device == CPU else x
+def _is_data(x: Tensor) -> bool:
+    """Whether these are numbers that a dry run leaves out; bytes are such numbers on their way."""
+    return x.is_floating_point() or x.dtype == torch.uint8
 
 
-def _without_floats(given: list[Tensor]) -> Callable[[Any], Any]:
-    """Takes the data from what integers have made, where it is of floating-point numbers."""
-
-    def strip(x: Any) -> Any:
-        made = isinstance(x, Tensor) and x.is_floating_point() and not any(x is each for each in given)
-        return _like(x, META) if made else x
-
-    return strip
+def _in(x: Tensor, tensors: list[Tensor]) -> bool:
+    return any(x is each for each in tensors)
 
 
-def _with_integers(given: list[Tensor]) -> Callable[[Any], Any]:
-    """Gives data, zeros, to the integers that numbers without data have made."""
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
-    def fill(x: Any) -> Any:
-        made = isinstance(x, Tensor) and not x.is_floating_point() and not any(x is each for each in given)
-        return _like(x, CPU).zero_() if made else x
 
-    return fill
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(each, change) for each in value)
+    return value
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    if x.numel() > REAL:
+        return torch.zeros((), dtype=x.dtype).expand(x.shape)
+    return _like(x, CPU).zero_()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.memory import RankMemory, rank_memory
 from moe_engine.planner.request import Request
+from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.stages import Cut, cut
 from moe_engine.planner.strategy import Strategy
 from moe_engine.planner.timing import StepTime, step_time, step_work

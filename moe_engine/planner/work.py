@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_engine.planner import hardware
-from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.architecture import Architecture, Matrix
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.strategy import Strategy
 
 # Share of the bf16 peak that large products reach on every card: those an fp8 recipe leaves in bf16 (the output head).
