@@ -25,7 +25,7 @@ from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.expert_load import ExpertLoads, load_figures
-from moe_engine.layout import Layout, Placement, stages_of
+from moe_engine.layout import Layout, Placement
 from moe_engine.model.batch import Batch, ItemCounts, count_items
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
@@ -39,6 +39,7 @@ from moe_engine.optim.zero import ZeroOptimizer
 from moe_engine.pipeline.executor import Executor, StepSums
 from moe_engine.pipeline.trace import StepFigures, Trace, Tracer
 from moe_engine.planner.flops import parameter_count
+from moe_engine.planner.job import placement_of
 from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
 
@@ -89,14 +90,6 @@ def device_of_rank() -> torch.device:
 def _synchronizer(device: torch.device) -> Callable[[], None]:
     """What a trace calls at each mark so that the device's work before it is done."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-
-
-def placement_of(config: Config) -> Placement:
-    """Which pipeline rank holds which stages, as the schedule and `pipeline.stages` say."""
-    pipeline, pp = config.pipeline, config.parallel.pp
-    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp, pipeline.virtual_stages)
-    specs = stages_of(config.model, pipeline, 1 + max(map(max, stages_of_rank)))
-    return Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
 
 
 class Trainer:

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 
 from moe_engine.config.load import to_yaml
 from moe_engine.config.schema import Config
-from moe_engine.layout import Layout, Placement, StageSpec, stages_of
-from moe_engine.planner.architecture import architecture
+from moe_engine.layout import Layout, StageSpec
 from moe_engine.planner.flops import parameter_count, sequence_flops
+from moe_engine.planner.job import cut_of
 from moe_engine.planner.memory import RankMemory, rank_memory
-from moe_engine.planner.stages import Cut
-from moe_engine.planner.strategy import Precision, Strategy, recomputed_parts
-from moe_engine.schedule import schedules
-
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def describe(config: Config) -> str:
@@ -23,7 +18,8 @@ def describe(config: Config) -> str:
     Memory is the planner's arithmetic; sizes in GiB.
     """
     layout, pipeline, train = Layout.of(config.parallel), config.pipeline, config.train
-    placement = _placement(config)
+    cut = cut_of(config)
+    placement = cut.placement
     counts, batch = parameter_count(config.model), f"dp {layout.dp} x {pipeline.micro_batches} micro-batches"
     tokens, flops = train.global_batch * train.seq_len, train.global_batch * sequence_flops(config.model, train.seq_len)
     lines = [
@@ -37,39 +33,9 @@ def describe(config: Config) -> str:
         held = [rank for pp in placement.rank_of_stage[spec.index] for rank in layout.stage_ranks(pp)]
         lines.append(f"stage {spec.index} on ranks {_ranges(held)}: {_parts(spec)}")
     lines.append("by planning, on each of the ranks:")
-    for rank in rank_memory(_cut(config, layout, placement)):
+    for rank in rank_memory(cut):
         lines.append(f"  {_ranges(layout.stage_ranks(rank.pp))}: {_memory(rank)}")
     return to_yaml(config) + "\n".join(f"# {line}" for line in lines)
-
-
-def _placement(config: Config) -> Placement:
-    pipeline = config.pipeline
-    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, config.parallel.pp, pipeline.virtual_stages)
-    specs = stages_of(config.model, config.pipeline, 1 + max(map(max, stages_of_rank)))
-    return Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
-
-
-def _cut(config: Config, layout: Layout, placement: Placement) -> Cut:
-    """The job as the planner sees it."""
-    pipeline, train, precision = config.pipeline, config.train, config.precision
-    master = _BYTES[precision.master]
-    strategy = Strategy(
-        recompute=recomputed_parts(config.recompute),
-        layout=layout,
-        schedule=pipeline.schedule,
-        virtual_stages=pipeline.virtual_stages,
-        micro_batch=train.micro_batch,
-        micro_batches=pipeline.micro_batches or 1,
-        seq_len=train.seq_len,
-        zero=config.parallel.zero,
-        precision=Precision(
-            parameter=_BYTES[precision.compute],
-            gradient=_BYTES[precision.gradient],
-            master=master,
-            moments=2 * master,
-        ),
-    )
-    return Cut(architecture(config.model), strategy, placement)
 
 
 def _memory(rank: RankMemory) -> str:

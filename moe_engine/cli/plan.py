@@ -40,6 +40,8 @@ class PlanConfig:
     plan: PlanSection = field(default_factory=PlanSection)
     tokens: float = 1e12  # to train on, for days and GPU-hours
     topic: str = ""  # a worked example in place of a plan
+    dry_run: bool = False  # run one rank's step by the engine's own code on tensors without data
+    rank: int = 0  # which, of a dry run
     search: bool = False  # find the fastest layouts in place of planning one
     validate: str = ""  # a table of published measurements to predict
     fit: str = ""  # a table of measurements to fit efficiencies on
@@ -66,6 +68,8 @@ options:
   plan.matmul=0.7           shares of the card's rates in place of fitted ones; also grouped, attention, memory, links
   tokens=14.8e12            tokens to train on
   search=true               the ten fastest layouts for this model, batch and cluster; out=best.yaml for `train`
+  dry_run=true rank=5       that rank's step by the engine's own code without data: exact bytes, collectives, actions;
+                            plan.load=1.5: its experts are the busiest and get 1.5 times the mean
   validate=measured.csv     predict published steps (or layouts that fitted or not) and print the errors
   fit=measured.csv          fit efficiencies to measured steps into out=efficiencies.csv; plan.efficiencies= uses them
   topic=memory_70b          worked example: 70 billion parameters under data parallel and ZeRO-1, 2, 3
@@ -85,6 +89,8 @@ def run(words: list[str]) -> int:
         return 0
     if config.validate or config.fit:
         return _measured(config)
+    if config.dry_run:
+        return _dry_run(config)
     asked, efficiency = asked_of(config), efficiency_for(config)
     if config.search:
         return _search(config, asked, efficiency)
@@ -101,6 +107,18 @@ def run(words: list[str]) -> int:
             ".svg": report.picture(found, f"{config.model.name} on {config.cluster.gpus} {config.cluster.card}"),
         }
         _write(Path(config.out), texts)
+    return 0
+
+
+def _dry_run(config: PlanConfig) -> int:
+    from moe_engine.cli.plan_dry import run_dry
+
+    tables, data, notes = run_dry(config, efficiency_for(config))
+    _print(tables)
+    for note in notes:
+        print(note)
+    if config.out:
+        _write(Path(config.out), {".json": json.dumps(data, indent=2) + "\n", ".md": report.markdown(tables, notes)})
     return 0
 
 
@@ -212,6 +230,8 @@ def _check_options(config: PlanConfig) -> None:
         what, suffixes = "fitted efficiencies are a table", (".csv",)
     elif config.validate:
         what, suffixes = "a validation is written as markdown", (".md",)
+    elif config.dry_run:
+        what, suffixes = "a dry run is written as .json or .md", ("", ".json", ".md")
     elif config.search:
         what, suffixes = "a search writes values for `train`", (".yaml",)
     else:

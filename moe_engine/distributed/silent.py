@@ -1,9 +1,9 @@
 """Communicators of a dry run: those of one rank of a world of any size, with nobody at the other end.
 
 Everything but the exchange itself is the engine's own: which communicators there are, buffers, order, the log. The
-others are taken to say what this rank says: a sum of integers is this rank's value times the number of ranks; of an
-all-to-all each of them sends here what this rank sends to itself, or, where nobody sends to himself, what this rank sends
-as far on.
+others are taken to say what this rank says: a sum of integers is its value times the number of ranks; of an
+all-to-all each of them sends here what this rank sends to itself, or, where nobody does that, what it sends as far
+on.
 """
 
 from __future__ import annotations

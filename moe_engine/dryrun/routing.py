@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.planner.routing import RowCounts
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import ModelConfig
+from moe_engine.planner.architecture import architecture
+from moe_engine.planner.routing import RowCounts, row_counts
+
+
+def expert_choice(model: ModelConfig, tokens: int, ep: int, busiest: int, load: float, exact: bool) -> Tensor:
+    """Expert ids [T, K] of a rank's tokens, by the assumption of `planner.routing`; see `row_counts`."""
+    if ep == 1 or (exact and load == 1.0):
+        return even_choice(tokens, model.top_k, model.num_experts)
+    rows = row_counts(architecture(model), tokens, ep, load, exact)
+    return choice_over_ranks(tokens, model.top_k, model.num_experts, rows, busiest)
 
 
 def even_choice(tokens: int, top_k: int, num_experts: int) -> Tensor:
@@ -19,37 +30,60 @@ def choice_over_ranks(tokens: int, top_k: int, num_experts: int, rows: RowCounts
 
     A rank's experts are a block of consecutive ids, and get equally many of its rows.
     """
-    num_local, to_rank = num_experts // rows.ep, torch.tensor(rows.to_rank(busiest))
-    rank = torch.repeat_interleave(torch.arange(rows.ep), to_rank)  # of each row
-    first_row = to_rank.cumsum(0) - to_rank  # of each rank
-    token = _tokens(tokens, to_rank, first_row)
-    ranks_of_token = torch.bincount(token, minlength=tokens)[token]
-    # A token's choices over its rows: as even as they can be, those left over going round.
+    num_local, to_rank = num_experts // rows.ep, rows.to_rank(busiest)
+    if len(set(to_rank)) == 1:
+        token, rank = _in_turn(tokens, rows)
+    else:
+        token, rank = _by_rank(tokens, to_rank, busiest)
     place = torch.arange(len(rank))
+    ranks_of_token = torch.bincount(token, minlength=tokens)[token]
+    within_token = _within(token, tokens)
+    # A token's choices over its rows: as even as they can be, those left over going round.
     left = top_k % ranks_of_token
-    choices = top_k // ranks_of_token + ((place // tokens - token) % ranks_of_token < left)
+    choices = top_k // ranks_of_token + ((within_token - token) % ranks_of_token < left)
     if int(choices.max()) > num_local or int(ranks_of_token.max()) > top_k:
-        raise ValueError(f"{top_k} experts of a token do not lie on {rows.sent / tokens:g} ranks of {num_local} each")
-    before = choices.cumsum(0) - choices
-    within = before - before[first_row.clamp(max=len(rank) - 1)][rank]
+        raise ConfigError(
+            f"train.micro_batch: {tokens} tokens are too few to choose experts on {rows.ep} ranks as assumed; "
+            "use more, or plan.load=1"
+        )
     row = torch.repeat_interleave(place, choices)  # of each choice
-    local = (within[row] + torch.arange(len(row)) - before[row]) % num_local
+    local = _within(rank[row], rows.ep) % num_local  # a rank's experts in turn
     order = token[row].argsort(stable=True)
     return (rank[row] * num_local + local)[order].view(tokens, top_k).sort(dim=1).values
 
 
-def _tokens(tokens: int, to_rank: Tensor, first_row: Tensor) -> Tensor:
-    """The token of each row, for rows in the order of ranks: all tokens in turn, again and again.
+def _within(kinds: Tensor, number: int) -> Tensor:
+    """For each entry, how many earlier ones are of its kind; `number` kinds."""
+    order = kinds.argsort(stable=True)
+    counts = torch.bincount(kinds, minlength=number)
+    first = (counts.cumsum(0) - counts)[kinds[order]]
+    found = torch.empty_like(kinds)
+    found[order] = torch.arange(len(kinds)) - first
+    return found
 
-    A rank has fewer rows than there are tokens, so none goes to it twice. The last turn is over some tokens alone,
-    which are spread out, so that no rank has more than its share of tokens with many rows.
+
+def _in_turn(tokens: int, rows: RowCounts) -> tuple[Tensor, Tensor]:
+    """Token and rank of each row: a token takes the next ranks, the next token those after them."""
+    ends = torch.arange(1, tokens + 1) * rows.sent // tokens
+    counts = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
+    return torch.repeat_interleave(torch.arange(tokens), counts), torch.arange(rows.sent) % rows.ep
+
+
+def _by_rank(tokens: int, to_rank: list[int], busiest: int) -> tuple[Tensor, Tensor]:
+    """Token and rank of each row, for ranks with different numbers: rank after rank, the busiest first.
+
+    Tokens come in turn, again and again, so that none goes to a rank twice. The last turn is over some tokens alone,
+    which are spread out, so that the busiest rank has its share of tokens with many rows.
     """
-    sent = int(to_rank.sum())
+    ranks = torch.arange(len(to_rank)).roll(-busiest)
+    counts = torch.tensor(to_rank)[ranks]
+    first_row, sent = counts.cumsum(0) - counts, int(counts.sum())
     turns, rest = divmod(sent, tokens)
     last = torch.arange(rest) * tokens // max(rest, 1)
     across = int((first_row < turns * tokens).sum()) - 1  # the rank with rows before and in the last turn
     before = turns * tokens - int(first_row[across])
-    after = int(to_rank[across]) - before
+    after = int(counts[across]) - before
     if rest and after > 0 and int(last[after - 1]) >= tokens - before:
         last = torch.arange(rest)
-    return torch.cat((torch.arange(turns * tokens) % tokens, last))
+    token = torch.cat((torch.arange(turns * tokens) % tokens, last))
+    return token, torch.repeat_interleave(ranks, counts)

@@ -15,24 +15,25 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.schema import Config
-from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord
+from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord, Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.distributed.silent import silent_groups
-from moe_engine.dryrun.routing import choice_over_ranks, even_choice
-from moe_engine.dryrun.tensors import META, FusedAttention, LiveBytes, TensorsWithoutData
+from moe_engine.dryrun.collectives import kind
+from moe_engine.dryrun.routing import expert_choice
+from moe_engine.dryrun.tensors import META, TensorsWithoutData
 from moe_engine.layout import Layout, Placement, StageSpec
-from moe_engine.model.batch import Batch
+from moe_engine.model.batch import Batch, Shard
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import Stage
-from moe_engine.planner.architecture import architecture
-from moe_engine.planner.routing import row_counts
-from moe_engine.trainer import Trainer, placement_of
+from moe_engine.ops.choose import chosen_ids
+from moe_engine.planner.job import placement_of
+from moe_engine.trainer import Trainer
 
 FAKED = (
     "numbers: floating-point tensors have sizes and no values; what they would decide is 0",
     "the other ranks: they say what this one says, and nothing is sent",
     "the router's choice: experts are chosen as the stated assumption wants",
-    "kernels: their fake implementations give the sizes of their results; attention is the fused kernel of a GPU",
+    "kernels: their fake implementations give the sizes of their results, attention's as well",
     "text: whole rows of one document each",
 )
 
@@ -50,7 +51,8 @@ class DryRun:
     """What one rank held and sent in a step; bytes.
 
     states: parameters, gradients, master and moments. kept: what forwards have kept for their backwards, at the action
-    after which it is most. peak: the most that was alive at any time of the step, states included.
+    after which it is most. peak: the most that was alive at any time of the step, states included. ranks: of each
+    communicator, by its kind.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class DryRun:
     peak: int
     timetable: list[Moment]
     collectives: list[CollectiveRecord]
+    ranks: dict[str, int]
 
 
 def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
@@ -69,13 +72,14 @@ def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
     This rank is taken for the busiest of its expert-parallel group.
     """
     log, connect = CollectiveLog(), _connector(config)
-    with TensorsWithoutData() as without_data, FusedAttention():
+    with TensorsWithoutData() as without_data:
         trainer = Trainer(config, rank, META, log, connect)
+        without_data.live.peak = without_data.live.now  # of the step, not of the start
         states = trainer.optimizer.state_bytes()
         parameters = sum(named.parameter.numel() for named in trainer.named)
-        _set_routing(trainer, load)
-        batches = [_batch(config) for _ in range(trainer.micro_batches)]
-        recorder = _Moments(without_data.live)
+        set_routing(trainer, load)
+        batches = [whole_rows(config, trainer.groups) for _ in range(trainer.micro_batches)]
+        recorder = Moments(lambda: without_data.live.now)
         trainer.executor.recorder = recorder
         log.records.clear()  # those of the start
         trainer.step(batches)
@@ -88,7 +92,13 @@ def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
         peak=without_data.live.peak,
         timetable=recorder.moments,
         collectives=log.records,
+        ranks={kind(each.name): each.size for each in _communicators(trainer.groups)},
     )
+
+
+def _communicators(groups: Groups) -> list[Communicator]:
+    alone = [groups.world, groups.data, groups.cp, groups.cp_counts, groups.ep, groups.ep_counts]
+    return [*alone, *groups.dense.values(), *groups.expert.values(), *groups.edges.values()]
 
 
 def _connector(config: Config) -> Callable[[Layout, Placement, int, CollectiveLog | None], Groups]:
@@ -119,40 +129,42 @@ def _whole_stage(config: Config, spec: StageSpec) -> list[NamedParameter]:
     return named_parameters({"": stage}.values(), placement_of(config))
 
 
-def _set_routing(trainer: Trainer, load: float) -> None:
+def set_routing(trainer: Trainer, load: float) -> None:
     """Experts are chosen by the assumption; a choice depends on the number of tokens alone."""
     model, ep = trainer.config.model, trainer.groups.ep
 
     @cache
-    def ids(tokens: int) -> Tensor:
-        exact = trainer.config.moe.combine == "exact"
-        if ep.size == 1 or (exact and load == 1.0):
-            return even_choice(tokens, model.top_k, model.num_experts)
-        rows = row_counts(architecture(model), tokens, ep.size, load, exact)
-        return choice_over_ranks(tokens, model.top_k, model.num_experts, rows, ep.rank)
+    def chosen(tokens: int) -> Tensor:
+        ids = expert_choice(model, tokens, ep.size, ep.rank, load, trainer.config.moe.combine == "exact")
+        return torch.zeros(tokens, model.num_experts, dtype=torch.bool).scatter_(1, ids, True)
 
     for layer in trainer.moe_layers().values():
-        layer.router.choose = lambda scores: ids(scores.shape[0]).clone()  # type: ignore[method-assign]
+        layer.router.choose = lambda scores: chosen_ids(chosen(scores.shape[0]), model.top_k)  # type: ignore[method-assign]
 
 
-def _batch(config: Config) -> Batch:
-    """A micro-batch of whole rows, one document each."""
-    model, train = config.model, config.train
-    tokens = torch.zeros(1 + model.mtp_depth, train.micro_batch, train.seq_len, dtype=torch.int64)
-    positions = torch.arange(train.seq_len).expand(train.micro_batch, -1)
-    return Batch(tokens, tokens.clone(), positions, torch.zeros(tokens.shape[1:], dtype=torch.int32))
+def whole_rows(config: Config, groups: Groups) -> Batch:
+    """A micro-batch of whole rows, one document each; of their tokens this rank's shard."""
+    model, train, cp = config.model, config.train, groups.cp
+    rows, length = train.micro_batch, train.seq_len // cp.size
+    tokens = torch.zeros(1 + model.mtp_depth, rows, length, dtype=torch.int64)
+    documents = torch.zeros(rows, train.seq_len, dtype=torch.int32)
+    places, shard = torch.arange(length), None
+    if cp.size > 1:
+        shard = Shard(cp.rank, cp.size, documents, torch.full((rows,), train.seq_len))
+        places = shard.places()
+    return Batch(tokens, tokens.clone(), places.expand(rows, -1), documents[:, :length], None, shard)
 
 
-class _Moments:
+class Moments:
     """Told by the executor what happens (a `pipeline.recorder.Recorder`), remembers what is alive after each action."""
 
-    def __init__(self, live: LiveBytes) -> None:
-        self.live, self.before = live, live.now
+    def __init__(self, bytes_now: Callable[[], int]) -> None:
+        self.bytes_now, self.before = bytes_now, bytes_now()
         self.moments: list[Moment] = []
 
     def start(self, label: str) -> None:
         pass
 
     def end(self, label: str) -> None:
-        if "@" in label.partition(" ")[0] and " " not in label:
-            self.moments.append(Moment(label, self.live.now - self.before))
+        if "@" in label and " " not in label:
+            self.moments.append(Moment(label, self.bytes_now() - self.before))

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
@@ -59,21 +57,6 @@ class TensorsWithoutData(TorchDispatchMode):
         for x in _tensors_in((result,)):
             self.live.hold(x)
         return result
-
-
-class FusedAttention(TorchFunctionMode):
-    """Scaled dot-product attention as the fused kernel of a GPU, which keeps no matrix of scores.
-
-    On `meta` torch would take its own path without a kernel. Only causal attention: documents of a dry run fill rows.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        if kwargs.get("attn_mask") is not None or not kwargs.get("is_causal"):
-            raise ValueError("a dry run knows causal attention within whole rows alone")
-        return torch.ops.aten._scaled_dot_product_flash_attention(*args, 0.0, True, scale=kwargs.get("scale"))[0]
 
 
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)

@@ -174,9 +174,12 @@ def attention_forward(
 
     q [B, Sq, H, d], k [B, Sk, G, d], v [B, Sk, G, e] -> out [B, Sq, H, e] in `dtype` (None: v's), lse [B, Sq, H] in
     fp32 (fp64). G divides H: head g of keys and values serves query heads g H/G … (g+1) H/G - 1. A query without a
-    visible key gives 0 and -inf. Not recorded by autograd.
+    visible key gives 0 and -inf. Not recorded by autograd. Of tensors without data (device `meta`) only sizes come.
     """
     (B, Sq, H, _), G, e = q.shape, k.shape[2], v.shape[-1]
+    if q.is_meta:
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(B, Sq, H, e, dtype=dtype or v.dtype), q.new_empty(B, Sq, H, dtype=lse_dtype)
     scratch = _Scratch(q)
     out = torch.zeros(B, Sq, H, e, dtype=dtype or v.dtype, device=q.device)
     lse = torch.full((B, Sq, H), -math.inf, dtype=scratch.dtype, device=q.device)
@@ -238,8 +241,10 @@ def attention_backward(
     these keys, and shares add up. d_lse [B, Sq, H]: gradient of lse, if it has one.
     """
     (B, _, H, d), (G, e) = q.shape, v.shape[2:]
-    scratch = _Scratch(q)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in (q, k, v))
+    if q.is_meta:
+        return d_q, d_k, d_v
+    scratch = _Scratch(q)
     for b, heads, queries in _heads(B, H, G):
         d_out_ = scratch.grouped("d_out", d_out[b, :, queries], heads, FILL)
         mean = scratch.grouped("out", out[b, :, queries], heads).mul_(d_out_[..., :e]).sum(dim=-1)  # [heads, H/G, Sq]

@@ -37,7 +37,7 @@ class RowCounts:
 def row_counts(model: Architecture, tokens: int, ep: int, load: float = 1.0, exact: bool = False) -> RowCounts:
     """The rows of a rank's `tokens`; `exact`: one for each (token, expert), as `moe.combine=exact` sends them."""
     copies = model.top_k if exact else distinct_ranks(model, ep)
-    mean = round(tokens * copies / ep)
+    mean = min(round(tokens * copies / ep), tokens * min(model.top_k, ep if not exact else model.top_k) // ep)
     most = tokens * min(model.top_k, model.num_experts // ep) if exact else tokens
     return RowCounts(ep, ep * mean, min(round(mean * load), most, ep * mean))
 

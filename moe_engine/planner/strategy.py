@@ -59,7 +59,8 @@ class Strategy:
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
     flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
     per `node` (from where links spread it). frozen: the weights are not trained (adapters are), so they have no
-    gradients and no states.
+    gradients and no states. overlapped: pairs of a schedule are woven phase by phase, for which each phase keeps what
+    it reads and sends.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -79,6 +80,7 @@ class Strategy:
     dropout: bool = False
     dispatch: str = "rank"
     frozen: bool = False
+    overlapped: bool = True
     overlap: Overlap = field(default_factory=Overlap)
 
     def __post_init__(self) -> None:
@@ -119,3 +121,17 @@ def recomputed_parts(config: RecomputeConfig) -> frozenset[str]:
         if name not in _OF_ENGINE:
             raise ConfigError(f"recompute.names=[{name}]: no such part; there are {', '.join(_OF_ENGINE)}")
     return frozenset(_OF_ENGINE[name] for name in config.names)
+
+
+def recompute_section(parts: frozenset[str]) -> RecomputeConfig:
+    """The section `recompute` of a run for parts that the engine has. Raises ConfigError for another."""
+    if parts == {"full"}:
+        return RecomputeConfig(mode="full")
+    names = {part: name for name, part in _OF_ENGINE.items()}
+    unknown = sorted(parts - set(names))
+    if unknown:
+        known = ", ".join(sorted(names))
+        raise ConfigError(
+            f"plan.recompute=[{unknown[0]}]: the engine recomputes {known}, or full alone; leave {unknown[0]} out"
+        )
+    return RecomputeConfig("selective" if parts else "none", [names[part] for part in sorted(parts)])

@@ -1,0 +1,96 @@
+"""`moe-engine plan dry_run=true rank=…`: one rank of the job by the engine's own code, beside the arithmetic."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import Config, RecomputeConfig
+from moe_engine.config.validate import resolve, validate
+from moe_engine.planner.collectives import step_bytes
+from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.job import cut_of
+from moe_engine.planner.memory import rank_memory
+from moe_engine.planner.report import Table
+from moe_engine.planner.stages import Cut
+from moe_engine.planner.strategy import recompute_section
+from moe_engine.planner.timing import stage_cost, step_work
+from moe_engine.schedule import schedules
+from moe_engine.schedule.simulate import Timed, simulate
+
+if TYPE_CHECKING:
+    from moe_engine.cli.plan import PlanConfig
+
+
+def job(config: PlanConfig) -> Config:
+    """The planned job as the engine would be asked for it. Raises ConfigError with a line for each broken rule."""
+    asked = Config(
+        model=config.model,
+        parallel=config.parallel,
+        pipeline=config.pipeline,
+        precision=config.precision,
+        recompute=_recompute(config.plan.recompute),
+        train=config.train,
+    )
+    asked.run.ranks, asked.train.eval_sequences, asked.train.sample_tokens = config.cluster.gpus, 0, 0
+    validate(asked)
+    asked = resolve(asked)
+    parallel, pipeline = asked.parallel, asked.pipeline
+    schedules.schedule(pipeline.schedule, parallel.pp, pipeline.micro_batches or 1, pipeline.virtual_stages)
+    world = parallel.pp * (parallel.dp or 1) * parallel.cp * parallel.tp
+    if not 0 <= config.rank < world:
+        raise ConfigError(f"rank={config.rank}: ranks are 0 to {world - 1}; use rank=0")
+    return asked
+
+
+def _recompute(names: list[str]) -> RecomputeConfig:
+    """What the planner's names mean to the engine."""
+    return recompute_section(frozenset(names))
+
+
+def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:
+    """The tables, the same as data, and notes."""
+    asked = job(config)
+    from moe_engine.dryrun import report
+    from moe_engine.dryrun.run import dry_run
+
+    start = time.perf_counter()
+    found = dry_run(asked, config.rank, config.plan.load)
+    seconds = time.perf_counter() - start
+    cut = cut_of(asked)
+    pp = cut.strategy.layout.coordinate(config.rank).pp
+    memory = rank_memory(cut, "engine", config.plan.load)[pp]
+    planned: dict[str, dict[str, float]] = {
+        "memory": {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "master": memory.master,
+            "moments": memory.moments,
+            "kept for backward": memory.activation_bytes,
+        },
+        "collectives": dict(step_bytes(cut, pp, config.plan.load)),
+    }
+    times = _timetable(cut, config.cluster, efficiency, pp)
+    place = ", ".join(f"{axis} {value}" for axis, value in vars(cut.strategy.layout.coordinate(config.rank)).items())
+    load = config.plan.load
+    notes = [
+        f"rank {config.rank}: {place}; {found.parameters:,} parameters",
+        "routing: " + ("balanced" if load == 1 else f"max_load={load:g}, this rank's experts are the busiest"),
+        f"ran in {seconds:.1f} s",
+    ]
+    if config.plan.compute not in ("", "bf16"):
+        notes.append(
+            f"plan.compute={config.plan.compute} is for the planner's times; what is kept is that of precision="
+            f"{config.precision.name}"
+        )
+    return report.tables(found, planned, times), report.as_data(found, planned, times), notes
+
+
+def _timetable(cut: Cut, cluster: ClusterConfig, efficiency: Efficiency, pp: int) -> list[Timed]:
+    """The rank's actions in planned time."""
+    strategy = cut.strategy
+    work = step_work(cut, cluster)
+    costs = [stage_cost(work, stage, efficiency) for stage in range(len(work.stages))]
+    lists = schedules.schedule(strategy.schedule, strategy.layout.pp, strategy.micro_batches, strategy.virtual_stages)
+    return simulate(lists, len(work.stages), costs).timeline[pp]

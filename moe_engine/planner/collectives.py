@@ -1,0 +1,167 @@
+"""What one rank of this engine sends in a step, counted from the configuration: which exchanges, how often, how many
+bytes. The same as the engine's own log (`distributed.collectives.CollectiveLog`) says of a step, summed by purpose.
+
+Bytes are what the rank puts in (of a receive: what comes). Only ways of training that the engine has: ZeRO-1, no
+tensor parallelism, tokens once per rank (or, exact, once per expert); sequences that ranks share are not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.planner.routing import RowCounts, row_counts
+from moe_engine.planner.stages import Cut
+from moe_engine.schedule import schedules
+from moe_engine.schedule.action import Action, Kind
+from moe_engine.schedule.check import Lists, rank_of_work
+
+ALIGNMENT = 64  # elements: parameters start, and shards are cut, at multiples of it in the engine's buffers
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as the engine holds it. `expert`: one slice for each of a rank's experts, `numel` those of one."""
+
+    numel: int
+    decays: bool
+    expert: bool = False
+
+
+def parameters_of(cut: Cut, part: str) -> list[Parameter]:
+    """The parameters of a part of the model (`layers.3`, `mtp.0`, `embedding`, `norm`, `head`)."""
+    model, kind = cut.model, part.partition(".")[0]
+    if kind in ("embedding", "head"):
+        return [Parameter(model.vocabulary_size, True)]
+    if kind == "norm":
+        return [Parameter(model.dim, False)]
+    norms = [model.dim, model.dim]
+    if model.kv_lora_rank:
+        matrices = [matrix.size for matrix in model.attention()]
+        norms += [model.kv_lora_rank] + [model.q_lora_rank] * bool(model.q_lora_rank)
+    else:
+        keys = model.num_kv_heads * model.qk_head_dim
+        matrices = [model.dim * model.num_heads * model.qk_head_dim, model.dim * keys, model.dim * keys]
+        matrices.append(model.dim * model.num_heads * model.v_head_dim)
+        norms += [model.qk_head_dim, model.qk_head_dim] if model.qk_norm else []
+    found: list[Parameter] = []
+    if cut.is_moe(part):
+        if model.shared_hidden:
+            matrices += [matrix.size for matrix in model.mlp(model.shared_hidden)]
+        found.append(Parameter(model.dim * model.num_experts, False))
+        found += [Parameter(matrix.size, True, expert=True) for matrix in model.mlp(model.expert_hidden)]
+    else:
+        matrices += [matrix.size for matrix in model.mlp(model.dense_hidden)]
+    if kind == "mtp":
+        matrices.append(2 * model.dim * model.dim)
+        norms += [model.dim] * 3
+    return found + [Parameter(size, True) for size in matrices] + [Parameter(size, False) for size in norms]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced and sharded together: elements of one shard, and how many ranks have one."""
+
+    shard: int
+    sharers: int
+    expert: bool
+
+
+def buckets(cut: Cut, pp: int) -> list[Bucket]:
+    """The optimizer's buckets on a pipeline rank."""
+    strategy = cut.strategy
+    used: dict[tuple[bool, tuple[int, ...], bool], int] = {}
+    for part in cut.rank_parts(pp):
+        holders = cut.placement.holders(part)
+        for each in parameters_of(cut, part):
+            numel = each.numel * (cut.model.num_experts // strategy.layout.ep if each.expert else 1)
+            key = (each.expert, holders, each.decays)
+            used[key] = used.get(key, 0) + _round_up(numel)
+    found = []
+    for (expert, holders, _), elements in sorted(used.items()):
+        sharers = len(holders) * (strategy.expert_replicas if expert else strategy.dense_replicas)
+        found.append(Bucket(_round_up(-(-elements // sharers)), sharers, expert))
+    return found
+
+
+def _round_up(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def step_bytes(cut: Cut, pp: int, load: float = 1.0, exact: bool = False) -> dict[str, int]:
+    """Bytes of a step of the busiest rank of its group on pipeline rank `pp`, by purpose; purposes without any are
+    left out."""
+    strategy = cut.strategy
+    lists = schedules.schedule(strategy.schedule, strategy.layout.pp, strategy.micro_batches, strategy.virtual_stages)
+    found = _messages(cut, pp, lists)
+    tokens = int(strategy.tokens)
+    if strategy.layout.ep > 1:
+        rows = row_counts(cut.model, tokens, strategy.layout.ep, load, exact)
+        blocks = sum(cut.blocks(cut.stages[stage]).count(True) for stage in _forwards(lists[pp]))
+        found |= {name: size * blocks for name, size in _exchanges(cut, rows, exact).items()}
+    held = buckets(cut, pp)
+    found["gradients"] = sum(b.shard * b.sharers for b in held if b.sharers > 1) * int(strategy.precision.gradient)
+    found["parameters"] = sum(b.shard for b in held if b.sharers > 1) * int(strategy.precision.parameter)
+    found |= _figures(cut, pp)
+    return {name: size for name, size in found.items() if size}
+
+
+def _forwards(actions: list[Action]) -> list[int]:
+    """The stage of each forward of a rank."""
+    return [half.stage for action in actions for half in action.halves() if half.kind is Kind.F]
+
+
+def _messages(cut: Cut, pp: int, lists: Lists) -> dict[str, int]:
+    """Activations and their gradients, sent and received."""
+    rank_of, last = rank_of_work(lists), len(cut.stages) - 1
+    size = int(cut.strategy.tokens) * cut.model.dim * int(cut.strategy.precision.parameter)
+    onward = backward = 0
+    for (stage, micro_batch), rank in rank_of.items():
+        if rank == pp:
+            onward += stage < last and rank_of[stage + 1, micro_batch] != pp
+            backward += stage > 0 and rank_of[stage - 1, micro_batch] != pp
+    both = onward + backward  # an activation one way, its gradient the other
+    return {"messages sent": both * size, "messages received": both * size}
+
+
+def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
+    """Dispatch and combine of one MoE block and micro-batch, forward and backward."""
+    model, strategy = cut.model, cut.strategy
+    slots = 1 if exact else min(model.top_k, model.num_experts // rows.ep)
+    row, weight = model.dim * int(strategy.precision.parameter), max(4, int(strategy.precision.parameter))
+    return {
+        "dispatch counts": 8 * rows.ep,
+        "dispatch": rows.sent * (row + slots * (4 + weight)),
+        "dispatch backward": rows.received * (row + slots * weight),
+        "combine": rows.received * row,
+        "combine backward": rows.sent * row,
+    }
+
+
+def _figures(cut: Cut, pp: int) -> dict[str, int]:
+    """What a step says over ranks besides: counts, norm, losses, loads of experts."""
+    model, strategy = cut.model, cut.strategy
+    layout, depths = strategy.layout, 1 + model.mtp_depth
+    found = {"valid items": 8 * (2 + depths)} if strategy.dense_replicas > 1 else {}
+    layers = {part: cut.placement.holders(part) for part in cut.rank_parts(pp) if _has_experts(cut, part)}
+    summed = [part for part, holders in layers.items() if len(holders) * strategy.dense_replicas > 1]
+    found["expert counts"] = 8 * len(summed) * model.num_experts
+    if layout.world > 1:
+        moe_layers = model.num_moe_layers + model.mtp_depth if model.num_experts else 0
+        names = sum(
+            model.num_experts if each.expert else 1 for part in _all_parts(cut) for each in parameters_of(cut, part)
+        )
+        found["gradient norm"] = (8 + 16) * names
+        found["losses"] = 2 * 8 * depths + 2 * 8
+        found["expert loads"] = 8 * moe_layers * model.num_experts
+    return found
+
+
+def _has_experts(cut: Cut, part: str) -> bool:
+    return part.partition(".")[0] in ("layers", "mtp") and cut.is_moe(part)
+
+
+def _all_parts(cut: Cut) -> set[str]:
+    parts: set[str] = set()
+    for stage in range(len(cut.stages)):
+        parts |= set(cut.parts[stage])
+    return parts

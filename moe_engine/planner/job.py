@@ -1,0 +1,44 @@
+"""A job of this engine as the planner sees it: from a whole configuration to a model over its ranks."""
+
+from __future__ import annotations
+
+from moe_engine.config.schema import Config
+from moe_engine.layout import Layout, Placement, stages_of
+from moe_engine.planner.architecture import architecture
+from moe_engine.planner.stages import Cut
+from moe_engine.planner.strategy import Precision, Strategy, recomputed_parts
+from moe_engine.schedule import schedules
+
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def placement_of(config: Config) -> Placement:
+    """Which pipeline rank holds which stages, as the schedule and `pipeline.stages` say."""
+    pipeline, pp = config.pipeline, config.parallel.pp
+    stages_of_rank = schedules.stage_of_rank(pipeline.schedule, pp, pipeline.virtual_stages)
+    specs = stages_of(config.model, pipeline, 1 + max(map(max, stages_of_rank)))
+    return Placement(tuple(specs), tuple(map(tuple, stages_of_rank)))
+
+
+def cut_of(config: Config) -> Cut:
+    """The job's model over its ranks. `config` must be resolved."""
+    pipeline, train, precision = config.pipeline, config.train, config.precision
+    master = _BYTES[precision.master]
+    strategy = Strategy(
+        recompute=recomputed_parts(config.recompute),
+        layout=Layout.of(config.parallel),
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        micro_batch=train.micro_batch,
+        micro_batches=pipeline.micro_batches or 1,
+        seq_len=train.seq_len,
+        zero=config.parallel.zero,
+        overlapped=pipeline.overlap,
+        precision=Precision(
+            parameter=_BYTES[precision.compute],
+            gradient=_BYTES[precision.gradient],
+            master=master,
+            moments=2 * master,
+        ),
+    )
+    return Cut(architecture(config.model), strategy, placement_of(config))
