@@ -117,7 +117,7 @@ def arrange(layout: Layout, placement: Placement, world: Communicator, make: Mak
     )
 
 
-def _ep_nodes(layout: Layout, make: _Maker) -> tuple[Communicator, Communicator] | None:
+def _ep_nodes(layout: Layout, make: Maker) -> tuple[Communicator, Communicator] | None:
     groups = [ranks for r in range(layout.world) if (ranks := layout.ep_node_ranks(r)) is not None]
     if not groups:
         return None
