@@ -208,7 +208,8 @@ def _stage_problems(
     for part, wanted in (("embedding", 1), ("head", 1), ("mtp", int(model.mtp_depth > 0))):
         if len(place[part]) != wanted:
             depth = f" with model.mtp_depth={model.mtp_depth}" if part == "mtp" else ""
-            problems.append(f"names {part} on {len(place[part])} stages, and it sits on {wanted}{depth}")
+            found = len(place[part])
+            problems.append(f"names {part} {_times(found)}, and should name it {_times(wanted)}{depth}")
             return problems
     if place["embedding"] != [0]:
         problems.append(f"has the embedding on stage {place['embedding'][0]}, and it comes first, on stage 0")
@@ -218,6 +219,10 @@ def _stage_problems(
     if place["mtp"] and place["mtp"][0] < place["head"][0]:
         problems.append(f"has mtp on stage {place['mtp'][0]}, before the head on stage {place['head'][0]}")
     return problems
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _described(stages: Sequence[StageSpec]) -> list[str]:

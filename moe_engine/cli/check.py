@@ -13,10 +13,12 @@ from moe_engine.planner.memory import RankMemory, rank_memory
 
 
 def describe(config: Config) -> str:
-    """A resolved configuration as YAML, which `train` takes in place of options, with the layout as comments.
+    """A resolved configuration as YAML, which `train` takes in place of options, with the layout as comments."""
+    return to_yaml(config) + "\n".join(f"# {line}" for line in layout_lines(config))
 
-    Memory is the planner's arithmetic; sizes in GiB.
-    """
+
+def layout_lines(config: Config) -> list[str]:
+    """Ranks, batch, stages and memory of a resolved configuration; memory by the planner's arithmetic, in GiB."""
     layout, pipeline, train = Layout.of(config.parallel), config.pipeline, config.train
     cut = cut_of(config)
     placement = cut.placement
@@ -35,7 +37,7 @@ def describe(config: Config) -> str:
     lines.append("by planning, on each of the ranks:")
     for rank in rank_memory(cut):
         lines.append(f"  {_ranges(layout.stage_ranks(rank.pp))}: {_memory(rank)}")
-    return to_yaml(config) + "\n".join(f"# {line}" for line in lines)
+    return lines
 
 
 def _memory(rank: RankMemory) -> str:

@@ -142,7 +142,7 @@ def _check_out(config: ScheduleConfig) -> list[str]:
         return []
     out, problems = Path(config.out), []
     if config.pipeline.schedule == ALL:
-        problems.append(f"out={config.out}: a comparison has no timetable; name one schedule, or leave out= out")
+        problems.append(f"out={config.out}: a comparison has no timetable; name one schedule, or give no out")
     elif out.suffix not in _WRITERS:
         works = " or ".join(f"out={out.with_suffix(suffix)}" for suffix in _WRITERS)
         problems.append(f"out={config.out}: a picture is an .svg file and a trace a .json file; use {works}")

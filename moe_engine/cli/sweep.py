@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_engine.cli import run_folder
+from moe_engine.cli.check import layout_lines
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.config.schema import Config
@@ -63,7 +64,8 @@ def run(words: Sequence[str], check: Check) -> int:
     _check_launcher(for_hydra)
     sweep = Sweep(tuple(fixed), tuple(combinations), str(folder))
     if any(config.run.check for config in runs):
-        print("\n".join(f"run {i}: {' '.join(chosen)}" for i, chosen in enumerate(combinations)))
+        for i, (config, chosen) in enumerate(zip(runs, combinations, strict=True)):
+            print("\n".join([f"run {i}: {' '.join(chosen)}", *(f"  {line}" for line in layout_lines(config))]))
         return 0
     numbers = ",".join(map(str, range(len(combinations))))
     with _command_line("--multirun", f"+number={numbers}", *_QUIET, f"hydra.sweep.dir='{folder}/jobs'", *for_hydra):

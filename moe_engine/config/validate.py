@@ -16,7 +16,7 @@ from moe_engine.config import strict
 from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_model, check_trainable
 from moe_engine.config.rules import Rules as _Rules
-from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig
+from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig
 
 # recipe: its compute format
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
@@ -191,6 +191,12 @@ def _check_recompute(rules: _Rules) -> None:
         )
     elif rules["recompute.mode"] == "selective" and not names:
         rules.refuse("recompute.names", "recompute=selective needs a part to recompute; use recompute.names=[norm]")
+    elif rules["recompute.mode"] != "selective" and names != RecomputeConfig().names:
+        rules.refuse(
+            "recompute.names",
+            f"parts count with recompute=selective alone, not with {rules['recompute.mode']}; "
+            "use recompute.mode=selective, or leave the names out",
+        )
 
 
 def _check_optim_and_data(rules: _Rules) -> None:
@@ -236,7 +242,7 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
     if rules["parallel.dp"] is not None:
         rules.at_least(1, "parallel.dp")
     if rules["parallel.tp"] > 1:
-        rules.refuse("parallel.tp", "tensor parallelism is not built yet; use parallel.tp=1")
+        rules.refuse("parallel.tp", "tensor parallelism is not built yet; use parallel.tp=1, with more pp, ep or cp")
     if rules["parallel.zero"] != 1:
         rules.refuse("parallel.zero", "optimizer states are always sharded (ZeRO-1); use parallel.zero=1")
     if rules.sound("parallel.pp", "model.num_layers", "model.mtp_depth") and not rules["pipeline.stages"]:

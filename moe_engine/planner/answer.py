@@ -97,7 +97,7 @@ def _warnings(request: Request, held: Cut, memory: list[RankMemory], time: StepT
         found.append(f"tp {layout.tp} exceeds the {model.num_kv_heads} heads of keys and values: they are copied")
     if layout.pp > 1 and strategy.micro_batches < 4 * layout.pp and time.bubble > 0.1:
         found.append(
-            f"batch too small for the pipeline: {strategy.micro_batches} micro-batches for {layout.pp} stages, "
+            f"batch too small for the pipeline: micro-batches {strategy.micro_batches}, pipeline ranks {layout.pp}, "
             f"bubble {time.bubble:.0%}"
         )
     found += _expert_warnings(strategy, cluster, held)

@@ -151,7 +151,9 @@ def _problems(
             "use plan.stage_layers=[3,2] for five layers on two stages"
         )
     at_least_one = {f"parallel.{axis}": getattr(parallel, axis) for axis in ("pp", "cp", "ep", "tp")}
-    at_least_one |= {f"train.{name}": getattr(train, name) for name in ("global_batch", "micro_batch", "seq_len")}
+    at_least_one |= {
+        f"train.{name}": getattr(train, name) for name in ("steps", "global_batch", "micro_batch", "seq_len")
+    }
     at_least_one |= {"plan.etp": plan.etp, "plan.load": plan.load}
     if parallel.dp is not None:
         at_least_one["parallel.dp"] = parallel.dp

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_command
 
 from moe_engine.__main__ import main
 
@@ -23,11 +22,9 @@ STEPS = 8  # of the run that the others go on from
 
 
 def moe_engine(folder: Path, command: str, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_engine", command, *words], capture_output=True, text=True, timeout=240, cwd=folder
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, output = run_command(folder, command, *words)
+    assert code == 0, output
+    return output
 
 
 def metrics(folder: Path, run: str) -> list[dict[str, Any]]:

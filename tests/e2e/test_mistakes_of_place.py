@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_command
 
 from moe_engine.__main__ import main
 from moe_engine.config.errors import ConfigError
@@ -173,7 +174,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(CORPUS, folder / "corpus")
     words = [*SMALL, "data.text_paths=[corpus]", "run.name=first"]
-    subprocess.run([sys.executable, "-m", "moe_engine", "train", *words], cwd=folder, check=True, timeout=120)
+    code, output = run_command(folder, "train", *words)
+    assert code == 0, output
     return folder
 
 

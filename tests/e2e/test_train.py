@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_command
 from safetensors import safe_open
 
 from moe_engine.metrics import TIME_FIELDS
@@ -28,15 +29,18 @@ SMALL = [
 ]  # fmt: skip
 
 
+def options(folder: Path, *words: str) -> list[str]:
+    return [*words, f"run.dir={folder}/runs", f"data.cache_dir={folder}/cache", f"data.text_paths=[{CORPUS}]"]
+
+
 def command(folder: Path, *words: str) -> list[str]:
-    places = [f"run.dir={folder}/runs", f"data.cache_dir={folder}/cache", f"data.text_paths=[{CORPUS}]"]
-    return [sys.executable, "-m", "moe_engine", "train", *words, *places]
+    return [sys.executable, "-m", "moe_engine", "train", *options(folder, *words)]
 
 
 def moe_engine(folder: Path, *words: str) -> str:
-    done = subprocess.run(command(folder, *words), capture_output=True, text=True, timeout=240, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, output = run_command(folder, "train", *options(folder, *words))
+    assert code == 0, output
+    return output
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -93,7 +97,10 @@ def check_balance(run: Path) -> None:
 def test_quickstart_in_short_starts_its_own_four_ranks(tmp_path: Path) -> None:
     words = ["train.steps=3", "train.eval_sequences=8", "train.sample_tokens=8", "data.validation_fraction=0.3"]
     words += ["moe.placement.every=2", "moe.placement.least_gain=0"]
-    out = moe_engine(tmp_path, "experiment=quickstart", "trace=true", *words)
+    words = command(tmp_path, "experiment=quickstart", "trace=true", *words)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = done.stdout
     check_run_folder(tmp_path / "runs" / "quickstart", 3)
     check_trace(tmp_path / "runs" / "quickstart")
     check_balance(tmp_path / "runs" / "quickstart")

@@ -168,7 +168,7 @@ def test_schedule_compares_memory_for_a_model(capsys: pytest.CaptureFixture[str]
 
 
 def test_schedule_refuses_a_comparison_with_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert refused(capsys, "schedule", "pipeline=all", f"out={tmp_path}/x.svg")[0].endswith("or leave out= out")
+    assert refused(capsys, "schedule", "pipeline=all", f"out={tmp_path}/x.svg")[0].endswith("or give no out")
     words = ["pipeline=all", "parallel.pp=0", "pipeline.virtual_stages=0"]
     assert [line.partition(":")[0] for line in refused(capsys, "schedule", *words)] == [
         "parallel.pp=0",

@@ -159,12 +159,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "recompute.names=[norm, softmax]: softmax: no such part; there are norm, mla_up, swiglu, attention",
     ),
     (
-        {"recompute__names": ["norm", "norm"]},
+        {"recompute__mode": "selective", "recompute__names": ["norm", "norm"]},
         "recompute.names=[norm, norm]: a part is named twice; use recompute.names=[norm]",
     ),
     (
         {"recompute__mode": "selective", "recompute__names": []},
         "recompute.names=[]: recompute=selective needs a part to recompute; use recompute.names=[norm]",
+    ),
+    (
+        {"recompute__mode": "full", "recompute__names": ["norm"]},
+        "recompute.names=[norm]: parts count with recompute=selective alone, not with full; "
+        "use recompute.mode=selective, or",
     ),
     ({"moe__bias_step": -1e-3}, "moe.bias_step=-0.001: must be 0 or more"),
     ({"precision__name": "fp4"}, "precision.name=fp4: no such choice"),
@@ -206,7 +211,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"train__steps": "3"}, "train.steps=3: a whole number is expected"),
     ({"run__name": "a/b"}, "run.name=a/b: the name of one folder inside run.dir is needed"),
     ({"run__name": ".."}, "run.name=..: the name of one folder"),
-    ({"parallel__tp": 2}, "parallel.tp=2: tensor parallelism is not built yet; use parallel.tp=1"),
+    (
+        {"parallel__tp": 2},
+        "parallel.tp=2: tensor parallelism is not built yet; use parallel.tp=1, with more pp, ep or cp",
+    ),
     (
         {"parallel__cp": 3},
         "train.seq_len=256: each of parallel.cp=3 ranks holds two equal chunks of a sequence, so it must be a multiple "

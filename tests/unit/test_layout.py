@@ -205,9 +205,9 @@ def test_an_own_head_of_mtp_is_held_where_its_modules_are() -> None:
         (["embedding+2L", "2L+heads", "head"], "'heads' is no part of a model"),
         (["embedding+-2L", "2L", "head"], "'-2' is no part of a model"),
         (["embedding+4L+head", "0L", "0L"], "stage 2 (0L) is empty"),
-        (["embedding+2L", "2L", "mtp"], "names head on 0 stages"),
-        (["embedding+2L", "embedding", "2L+head"], "names embedding on 2 stages"),
-        (["embedding+2L", "2L", "head+mtp"], "names mtp on 1 stages, and it sits on 0 with model.mtp_depth=0"),
+        (["embedding+2L", "2L", "mtp"], "names head never, and should name it once"),
+        (["embedding+2L", "embedding", "2L+head"], "names embedding twice"),
+        (["embedding+2L", "2L", "head+mtp"], "names mtp once, and should name it never with model.mtp_depth=0"),
         (["2L", "embedding", "2L+head"], "has the embedding on stage 1"),
         (["embedding+2L", "head", "2L"], "has the head on stage 1, and layers after it, on stage 2"),
     ],
@@ -226,5 +226,5 @@ def test_mtp_before_the_head_is_refused() -> None:
     model = ModelConfig(num_layers=2, mtp_depth=1)
     with pytest.raises(ConfigError, match=r"has mtp on stage 0, before the head on stage 1"):
         stages_of(model, PipelineConfig(stages=["embedding+2L+mtp", "head"]), 2)
-    with pytest.raises(ConfigError, match=r"names mtp on 0 stages, and it sits on 1 with model.mtp_depth=1"):
+    with pytest.raises(ConfigError, match=r"names mtp never, and should name it once with model.mtp_depth=1"):
         stages_of(model, PipelineConfig(stages=["embedding+2L", "head"]), 2)

@@ -83,6 +83,7 @@ def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         (["pipeline.micro_batches=7", *SMALL], "leave it out, or use pipeline.micro_batches=4"),
         (["parallel.cp=16", *SMALL, "train.seq_len=100"], "parallel.cp=16: must divide train.seq_len=100; use"),
         (["parallel.pp=16", *SMALL], "parallel.pp=16: cuts the model into 16 stages, and it has 4 parts"),
+        (["train.steps=0"], "train.steps=0: must be 1 or more; use train.steps=1"),
         (["topic=memory"], "topic=memory: no such topic; use topic=memory_70b"),
         (["out=plan.txt"], "out=plan.txt: written are .json, .md, .svg; use out=plan.json"),
     ],
