@@ -167,9 +167,15 @@ class Job:
         return [batch.to(self.device) for batch in batches]
 
     def _timed_step(self, step: int) -> StepMetrics:
+        recorded = step + 1 == self.config.moe.record_routing
+        if recorded:
+            self.trainer.record_choices()
         start = time.perf_counter()
         result = self.trainer.step(self._batches(step))
         metrics = self._metrics(step, result, time.perf_counter() - start)
+        if recorded:
+            path = self.trainer.save_choices(self.checkpoints.parent / "routing")
+            self.console.print(f"choices of step {step + 1}: {path}", markup=False, highlight=False)
         self.load_history.add(step, result.expert_loads.counts)
         return replace(metrics, **self._traced(step)) if self.config.trace.enabled else metrics
 
@@ -273,7 +279,7 @@ class Job:
         shared = f" x cp {layout.cp} ({cp.exchange} of {cp.payload})" if layout.cp > 1 else ""
         self.console.print(
             f"{layout.world} ranks: pp {layout.pp} x dp {layout.dp}{shared}, ep {layout.ep}, "
-            f"{self.config.pipeline.schedule}; "
+            f"{self.config.pipeline.schedule}, routing {self.config.moe.routing}; "
             f"{self.trainer.num_parameters:,} parameters; {len(self.data.stream.tokens):,} training tokens; "
             f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s (MFU: model FLOPs over it, causal half of attention, "
             f"nothing recomputed); steps {self.trainer.steps_done} to {train.steps}",

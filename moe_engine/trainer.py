@@ -9,6 +9,7 @@ balancing bias moves once.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from moe_engine.checkpoint import store
+from moe_engine.checkpoint.choices import load_choices, save_choices
 from moe_engine.checkpoint.weights import model_meta, model_of, require_model
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
-from moe_engine.config.schema import Config
+from moe_engine.config.routing import routing_mode
+from moe_engine.config.schema import Config, moe_layer_config
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.expert_load import ExpertLoads, load_figures
@@ -30,6 +33,7 @@ from moe_engine.model.batch import Batch, ItemCounts, count_items
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
 from moe_engine.moe.balance import update_expert_bias
+from moe_engine.moe.choices import ForcedChoices, RecordedChoices, Recorder, SkewedLoads
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.random import normal
@@ -126,6 +130,7 @@ class Trainer:
         self.num_parameters = parameter_count(config.model).total
         self.steps_done = 0
         self.tokens_seen = 0
+        self._set_choices()
 
     def _stages(self) -> dict[int, Stage]:
         config = self.config
@@ -149,6 +154,38 @@ class Trainer:
             return torch.ones(end - start, dtype=dtype, device=self.device)
         std, seed = self.config.model.init_std, self.config.train.seed
         return normal((end - start,), std, name=name, seed=seed, first=start, dtype=dtype, device=self.device)
+
+    def _set_choices(self) -> None:
+        """Other choices than the router's, where `moe.routing` wants them."""
+        config, mode, layers = self.config, routing_mode(self.config.moe.routing), self.moe_layers()
+        if mode.kind == "forced":
+            loads = SkewedLoads(moe_layer_config(config.model, config.moe), mode.skew)
+            for name, layer in layers.items():
+                layer.choices = ForcedChoices(loads, zlib.crc32(f"{name} of {self.groups.data.rank}".encode()))
+        elif mode.kind == "replay":
+            rows = config.train.global_batch // self.groups.layout.dp
+            found = load_choices(Path(mode.file), list(layers), config, self._first_row(), rows, self.groups.world)
+            for name, layer in layers.items():
+                layer.choices = RecordedChoices(found[name])
+
+    def _first_row(self) -> int:
+        """Of this rank's part of the global batch."""
+        layout = self.groups.layout
+        return layout.coordinate(self.groups.rank).dp * (self.config.train.global_batch // layout.dp)
+
+    def record_choices(self) -> None:
+        """Keep the choices of the next step, for `save_choices`."""
+        for layer in self.moe_layers().values():
+            layer.choices = Recorder(layer.choices)
+
+    def save_choices(self, folder: Path) -> Path:
+        """Write what `record_choices` kept of the last step to `folder/step_<n>`, and keep no more."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for name, layer in self.moe_layers().items():
+            if isinstance(layer.choices, Recorder):
+                found[name] = layer.choices.by_micro_batch
+                layer.choices = layer.choices.choices
+        return save_choices(folder, self.steps_done, found, self.config, self._first_row(), self.groups.world)
 
     @property
     def named(self) -> list[NamedParameter]:

@@ -12,6 +12,7 @@ from moe_engine.cli.help import available
 from moe_engine.config.describe import option_lines
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
+from moe_engine.config.routing import routing_mode
 from moe_engine.config.schema import Config
 from moe_engine.config.validate import resolve, validate
 from moe_engine.layout import Layout, stages_of
@@ -104,10 +105,11 @@ def checked(config: Config, world: int | None) -> Config:
         for path in config.data.text_paths
         if not Path(path).exists()
     ]
-    try:
-        _check_weights(resolved)
-    except ConfigError as error:
-        problems += str(error).splitlines()
+    for look in (_check_weights, _check_choices):
+        try:
+            look(resolved)
+        except ConfigError as error:
+            problems += str(error).splitlines()
     if problems:
         raise ConfigError("\n".join(problems))
     return resolved
@@ -129,6 +131,15 @@ def _check_weights(config: Config) -> None:
     except ConfigError as error:
         raise ConfigError("\n".join(f"train.init_from={line}" for line in str(error).splitlines())) from None
     weights.require_model(found.model, config.model, source)
+
+
+def _check_choices(config: Config) -> None:
+    """Raises ConfigError if the recorded choices to replay are not there, or of other sizes."""
+    mode = routing_mode(config.moe.routing)
+    if mode.kind == "replay":
+        with launch.interrupt_ends_at_once():
+            from moe_engine.checkpoint.choices import check_choices
+        check_choices(Path(mode.file), config)
 
 
 def _check_schedule(config: Config, sizes_are_valid: bool) -> None:

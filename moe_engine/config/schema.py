@@ -123,6 +123,10 @@ class MoESection:
     z_loss_weight: float = 0.0  # of the mean over tokens of logsumexp(router logits)^2, which keeps logits small
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
     placement: PlacementSection = field(default_factory=PlacementSection)
+    # Who chooses experts: natural, the router | balanced: at random, all equally loaded | skewed:<x>: the most loaded
+    # one has x times the mean | replay:<folder>: as in a recorded step. All but the first are for measurements.
+    routing: str = "natural"
+    record_routing: int = 0  # the choices of this step, from 1, go to the run's folder `routing`; 0: of none
 
 
 @dataclass

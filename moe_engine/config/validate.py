@@ -15,6 +15,7 @@ from dataclasses import asdict
 from moe_engine.config import strict
 from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_model, check_trainable
+from moe_engine.config.routing import routing_problem
 from moe_engine.config.rules import Rules as _Rules
 from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig
 
@@ -59,6 +60,7 @@ def validate(config: Config, world: int | None = None) -> None:
     _check_layout(rules, world)
     _check_placement(rules)
     check_context_parallel(rules)
+    _check_routing_mode(rules)
     _check_batch(rules, world)
     rules.finish()
 
@@ -289,6 +291,23 @@ def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
             f"must divide parallel.dp * parallel.cp = {replicas}; use parallel.ep={near}, "
             f"or parallel.dp={math.lcm(replicas, ep)}",
         )
+
+
+def _check_routing_mode(rules: _Rules) -> None:
+    """Choices that do not come from the router."""
+    routing, record, cp = "moe.routing", "moe.record_routing", "parallel.cp"
+    rules.at_least(0, record)
+    if rules.sound(record, "train.steps") and rules[record] > rules["train.steps"]:
+        last = rules["train.steps"]
+        rules.refuse(record, f"the last step is train.steps={last}; use {record}={last} or less")
+    if rules.sound("model.num_experts", "model.top_k"):
+        problem = routing_problem(routing, rules[routing], rules["model.num_experts"], rules["model.top_k"])
+        if problem:
+            rules.refuse(routing, problem)
+    if rules.sound(cp) and rules[cp] > 1:
+        for name, used in ((record, rules[record] > 0), (routing, rules[routing].startswith("replay:"))):
+            if used and rules.sound(name):
+                rules.refuse(name, f"recorded choices go by whole sequences; use {cp}=1")
 
 
 def _check_placement(rules: _Rules) -> None:

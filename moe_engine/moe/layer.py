@@ -26,6 +26,7 @@ from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.sharded import fill
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import WholeRows, router_z_loss, sequence_balance_loss
+from moe_engine.moe.choices import Choices
 from moe_engine.moe.dispatch import graph
 from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP
@@ -100,6 +101,7 @@ class MoELayer(nn.Module):
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
         self.links = self._links(ep_nodes)
+        self.choices: Choices | None = None  # who chooses in the router's place, or watches
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device, seed=None)
         ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
@@ -159,10 +161,14 @@ class MoELayer(nn.Module):
     ) -> Packed:
         """Route, take the balance loss, lay out the rows to send and start the exchange of their counts.
 
-        x [T, D], T = B*S with `shape` = (B, S); token_mask [T] bool, False for padding; label: for the collective log;
-        whole: where other ranks hold the rest of the rows.
+        x [T, D], T = B*S with `shape` = (B, S); token_mask [T] bool, False for padding; label: for the collective log,
+        in the engine with the micro-batch's number at its end; whole: where other ranks hold the rest of the rows.
         """
-        routing = self.router(x, token_mask)
+        choices = self.choices if self.training else None
+        given = None if choices is None else choices.given(len(x), x.device, label)
+        routing = self.router(x, token_mask, given)
+        if choices is not None:
+            choices.taken(routing.expert_ids, label)
         handle = wire.plan(routing.expert_ids, self.placement, self.links, label)
         rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
         return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask, whole))

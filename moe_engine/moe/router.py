@@ -75,22 +75,29 @@ class Router(nn.Module):
                 weight = self.weight
                 weight.copy_(normal(weight.shape, config.init_std, f"{name}.weight", seed, weight.dtype, weight.device))
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
-        """x [..., D], token_mask [...] bool (False for padding, which is routed but not counted)."""
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, expert_ids: Tensor | None = None) -> Routing:
+        """x [..., D], token_mask [...] bool (False for padding, which is routed but not counted).
+
+        expert_ids [..., K] int64, ascending: a choice made elsewhere, in place of the router's own; the weights are the
+        router's all the same.
+        """
         flat = x.reshape(-1, x.shape[-1])
-        routing = self._route(flat, None if token_mask is None else token_mask.reshape(-1))
+        if expert_ids is not None:
+            expert_ids = expert_ids.reshape(-1, self.config.top_k)
+        routing = self._route(flat, None if token_mask is None else token_mask.reshape(-1), expert_ids)
         if x.dim() == 2:
             return routing
         shaped = {item.name: getattr(routing, item.name).view(*x.shape[:-1], -1) for item in fields(routing)}
         return Routing(**shaped)
 
-    def _route(self, x: Tensor, token_mask: Tensor | None) -> Routing:
+    def _route(self, x: Tensor, token_mask: Tensor | None, expert_ids: Tensor | None) -> Routing:
         config = self.config
         logits = wide_linear(x, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
         scores = sigmoid(logits.detach()) if config.score_function == "sigmoid" else logits.detach().softmax(dim=1)
-        expert_ids = self.choose(scores)
+        if expert_ids is None:
+            expert_ids = self.choose(scores)
         if self.training:
             if self.num_tokens_per_expert.device != x.device:  # a wrapper moved parameters and buffers alone
                 self.num_tokens_per_expert = self.num_tokens_per_expert.to(x.device)

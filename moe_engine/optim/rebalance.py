@@ -4,7 +4,8 @@ Every `moe.placement.every` steps the loads counted since the last time stand fo
 placement makes a layer's busiest rank less busy (`planner.eplb.rearrange`), the layer's experts move: weights,
 masters and moments, the same move on every replica and every holder of the stage. The balancing bias, the counts and
 the router's rows go by global ids, which stay. So the mathematics stays too: with `moe.combine=exact` to the last bit,
-otherwise up to the order in which the ranks' parts of a token's output are summed.
+otherwise up to the order in which the ranks' parts of a token's output are summed. Where nodes are told
+(`parallel.ranks_per_node`) and routing is limited to some groups of experts, a group stays together on one node.
 
 Every rank knows the placement and the loads of all layers and comes to the same decision by itself.
 """
@@ -57,6 +58,9 @@ class Rebalancer:
         self.section, self.model, self.groups = section, model, groups
         self.stages, self.optimizer = list(stages), optimizer
         self.layers = moe_layer_names(model)
+        ep, ranks_per_node = groups.layout.ep, groups.layout.ranks_per_node or groups.layout.ep
+        self.nodes = max(ep // ranks_per_node, 1)  # of the expert-parallel group
+        self.expert_groups = model.num_groups if model.top_groups < model.num_groups else 1
         self.placements = {name: ExpertPlacement(model.num_experts, groups.layout.ep) for name in self.layers}
         self.loads = torch.zeros(len(self.layers), model.num_experts, dtype=torch.int64)
 
@@ -110,7 +114,7 @@ class Rebalancer:
     def _move(self, name: str, loads: Sequence[int]) -> Move | None:
         """The move that evens out a layer, None where it would gain too little."""
         old = self.placements[name]
-        ranks = rearrange(loads, old.rank_list(), old.ep_size)
+        ranks = rearrange(loads, old.rank_list(), old.ep_size, self.expert_groups, self.nodes)
         new = ExpertPlacement(old.num_experts, old.ep_size, tuple(ranks))
         gain = 1 - max(new.loads(loads)) / max(*old.loads(loads), 1)
         return Move(old, new) if new != old and gain >= self.section.least_gain else None

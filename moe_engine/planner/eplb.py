@@ -102,6 +102,8 @@ def rearrange(loads: Sequence[float], now: Sequence[int], ranks: int, groups: in
     (within a node; with one group to a node also nodes'): they are given so that many experts stay where they are.
     The answer is `now` where that is already as even.
     """
+    if groups % nodes:
+        groups = nodes = 1
     copies = place_copies(loads, len(loads), groups, nodes, ranks)
     per_rank, per_node = len(loads) // ranks, ranks // nodes
     packs = [set(copies.experts[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)]

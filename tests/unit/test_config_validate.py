@@ -69,6 +69,12 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"model__qk_rope_head_dim": 15},
         "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16",
     ),
+    ({"moe__routing": "even"}, "moe.routing=even: no such choice; there are natural, balanced, skewed:<x>"),
+    ({"moe__routing": "skewed:9"}, "moe.routing=skewed:9: an expert can have at most num_experts / top_k = 4 times"),
+    (
+        {"moe__record_routing": 101},
+        "moe.record_routing=101: the last step is train.steps=100; use moe.record_routing=100",
+    ),
     ({"moe__placement__every": -1}, "moe.placement.every=-1: must be 0 or more, for example moe.placement.every=0"),
     ({"moe__placement__least_gain": 1.5}, "moe.placement.least_gain=1.5: must be at least 0 and less than 1"),
     (

@@ -117,3 +117,6 @@ def test_groups_stay_together_on_a_node() -> None:
     found = rearrange(weights, [i // 4 for i in range(32)], ranks=8, groups=4, nodes=2)
     nodes = [{found[e] // 4 for e in range(8 * g, 8 * g + 8)} for g in range(4)]
     assert all(len(each) == 1 for each in nodes)
+    anywhere = rearrange(weights, [i // 4 for i in range(32)], ranks=8, groups=1, nodes=2)
+    assert sorted(anywhere) == sorted(found)
+    assert max(loads_of(anywhere, weights, 8)) <= max(loads_of(found, weights, 8))

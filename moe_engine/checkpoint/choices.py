@@ -1,0 +1,97 @@
+"""The routing of a step in a folder, `runs/<name>/routing/step_<n>`, and back: any layout to any layout.
+
+It is a checkpoint in small: of each MoE layer one tensor, the experts of all tokens of the global batch in its order,
+[sequences * length, K] int32, of which each rank writes and reads its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.checkpoint import files, store
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import Config
+from moe_engine.distributed.collectives import Communicator
+from moe_engine.optim.zero import Shard
+
+KIND = "choices"
+
+
+def sizes_of(config: Config) -> dict[str, int]:
+    """What a recorded step and the one that replays it must have in common, by option."""
+    model, train = config.model, config.train
+    return {
+        "model.num_experts": model.num_experts,
+        "model.top_k": model.top_k,
+        "train.global_batch": train.global_batch,
+        "train.seq_len": train.seq_len,
+    }
+
+
+def save_choices(
+    folder: Path,
+    step: int,
+    choices: Mapping[str, Mapping[int, Tensor]],
+    config: Config,
+    first_row: int,
+    world: Communicator,
+) -> Path:
+    """Write `folder/step_<step>`. All ranks call this together; each gives the micro-batches that its layers routed.
+
+    choices: by layer and number of the micro-batch, [T, K] int32; their numbers have no gap (a stage that two ranks
+    hold sends one half of them to each). first_row: of this rank's part of the global batch.
+    """
+    shards = []
+    for name, by_micro_batch in choices.items():
+        numbers = sorted(by_micro_batch)
+        ids = torch.cat([by_micro_batch[m] for m in numbers]).reshape(-1)
+        shards.append(_shard(name, ids, config, first_row + numbers[0] * config.train.micro_batch))
+    return store.save(folder, step, shards, {}, {"sizes": sizes_of(config)}, world)
+
+
+def load_choices(
+    path: Path, layers: Sequence[str], config: Config, first_row: int, rows: int, world: Communicator
+) -> dict[str, list[Tensor]]:
+    """By layer, this rank's micro-batches [T, K] int64 of the recorded step. All ranks call this together.
+
+    Raises ConfigError on all ranks where it was recorded in other sizes or is damaged.
+    """
+    check_choices(path, config)
+    top_k, tokens = config.model.top_k, rows * config.train.seq_len
+    found = {name: torch.empty(tokens * top_k, dtype=torch.int32) for name in layers}
+    store.load(path, [_shard(name, values, config, first_row) for name, values in found.items()], {}, world)
+    wrong = [name for name, ids in found.items() if not bool(((ids >= 0) & (ids < config.model.num_experts)).all())]
+    if wrong:
+        raise ConfigError(f"moe.routing=replay:{path}: {wrong[0]} names experts that there are not; record it anew")
+    size = config.train.micro_batch * config.train.seq_len
+    return {name: list(ids.long().view(tokens, top_k).split(size)) for name, ids in found.items()}
+
+
+def check_choices(path: Path, config: Config) -> None:
+    """Raise ConfigError, with a line for each option, where `path` holds no recorded step or one of other sizes."""
+    if not (path / files.INDEX).is_file():
+        raise ConfigError(
+            f"moe.routing=replay:{path}: no recorded step is there; record one with moe.record_routing=1 and give "
+            "runs/<name>/routing/step_1"
+        )
+    recorded: Mapping[str, Any] = files.read_index(path).meta.get("sizes", {})
+    problems = [
+        f"{name}={size}: {path} was recorded with {name}={recorded.get(name)}; use {name}={recorded.get(name)}"
+        for name, size in sizes_of(config).items()
+        if recorded.get(name) != size
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _shard(name: str, values: Tensor, config: Config, first_row: int) -> Shard:
+    """A flat part of a layer's choices, beginning with a row of the global batch."""
+    train, top_k = config.train, config.model.top_k
+    start = first_row * train.seq_len * top_k
+    shape = torch.Size((train.global_batch * train.seq_len, top_k))
+    return Shard(name, start, start + values.numel(), shape, {KIND: values})
