@@ -24,7 +24,7 @@ from moe_engine.data.corpus import Corpus, prepare_text
 from moe_engine.distributed import groups
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.expert_load import LoadHistory
-from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, progress, shown
+from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, peak_memory_gib, progress, shown
 from moe_engine.model.batch import Batch
 from moe_engine.pipeline.generate import generate
 from moe_engine.pipeline.trace import makespan_and_bubbles
@@ -84,6 +84,7 @@ class Job:
         summary = self._evaluate()
         if config.sample_tokens:
             summary["sample"] = self._sample()
+        summary["peak_memory_gib_per_rank"] = self.world.gather_objects(peak_memory_gib(self.trainer.device))
         if self.folder:
             self.folder.finish(summary, self.load_history)
             self._print_summary(summary, checkpoint)
@@ -297,4 +298,6 @@ class Job:
         if "sample" in summary:
             print_("sample:")
             print_(summary["sample"], markup=False, highlight=False)
+        peaks = summary["peak_memory_gib_per_rank"]
+        print_(f"peak memory of a rank {max(peaks):.2f} GiB (least {min(peaks):.2f})", highlight=False)
         print_(f"run folder {self.checkpoints.parent}, checkpoint {checkpoint}", markup=False, highlight=False)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -37,6 +38,14 @@ from moe_engine.expert_load import LoadFigures, LoadHistory
 
 PROBE_SECONDS = 0.5
 PROBE_SIZE = 512
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this rank has held: what tensors took on a GPU, on a CPU the whole process, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 @dataclass(frozen=True)

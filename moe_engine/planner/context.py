@@ -3,7 +3,11 @@
 A rank's tokens are n = B S / cp. Forward sends the payload of these tokens (`ring`, `all_gather`: to cp - 1 ranks, be
 it by one hop after another) in the compute format, backward sends it again, and the sums of its gradients in fp32.
 `ulysses` sends queries and results too, each a share of 1 - 1/cp. Latents are multiplied up where they arrive: work for
-bytes. Both exchanges of blocks run beside the computation, so a layer takes the longer of the two.
+bytes.
+
+Not all of it has computation beside it. Hops of the ring do, but the last one of backward, which brings the sums home;
+of a gathering, only the block that is there already is used meanwhile; heads and sums of gathered gradients are waited
+for.
 """
 
 from __future__ import annotations
@@ -14,18 +18,49 @@ from moe_engine.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of one layer and micro-batch on one rank: bytes sent, and FLOPs of attention's core and of multiplying up."""
+class Pass:
+    """Forward or backward of one layer and micro-batch on one rank.
 
-    forward_bytes: float
-    backward_bytes: float
-    forward_flops: float
-    backward_flops: float
+    flops: of attention's core and of multiplying up; beside: bytes sent while a `share` of the FLOPs is computed;
+    alone: bytes sent with nothing beside them.
+    """
+
+    flops: float
+    beside: float
+    share: float
+    alone: float
+
+    @property
+    def sent(self) -> float:
+        return self.beside + self.alone
 
     def seconds(self, link_bytes_per_s: float, matrix_flops_per_s: float) -> float:
-        """Forward and backward, each the longer of sending and computing."""
-        return max(self.forward_bytes / link_bytes_per_s, self.forward_flops / matrix_flops_per_s) + max(
-            self.backward_bytes / link_bytes_per_s, self.backward_flops / matrix_flops_per_s
+        computing = self.flops / matrix_flops_per_s
+        return (
+            self.alone / link_bytes_per_s
+            + max(self.beside / link_bytes_per_s, self.share * computing)
+            + (1 - self.share) * computing
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Both passes."""
+
+    forward: Pass
+    backward: Pass
+
+    @property
+    def flops(self) -> float:
+        return self.forward.flops + self.backward.flops
+
+    @property
+    def sent(self) -> float:
+        return self.forward.sent + self.backward.sent
+
+    def seconds(self, link_bytes_per_s: float, matrix_flops_per_s: float) -> float:
+        return self.forward.seconds(link_bytes_per_s, matrix_flops_per_s) + self.backward.seconds(
+            link_bytes_per_s, matrix_flops_per_s
         )
 
 
@@ -42,28 +77,40 @@ def cost(
 ) -> Cost:
     """A layer over `rows` causal sequences of `seq_len` tokens; size, wide: bytes of a number, of a gradient's sum."""
     tokens, (key, value) = rows * seq_len / cp, _head_sizes(model)
-    numbers, share = payload_numbers(model, payload), 1 - 1 / cp
-    core = tokens * seq_len * model.num_heads * (key + value)  # two products, a FLOP pair each, causal half
-    forward, backward = core, 2.5 * core
-    blocks = (cp - 1) * tokens * numbers
-    sent, sent_back = blocks * size, blocks * (size + wide)
+    forward, backward = _flops(model, exchange, payload, tokens, seq_len, cp)
+    own = tokens * payload_numbers(model, payload)  # numbers of this rank's block
+    blocks = (cp - 1) * own * size
     if exchange == "ring":
-        sent_back += tokens * numbers * wide  # a last hop brings the sums home
-    if exchange == "ulysses":
-        whole = model.num_heads * (key + value)  # queries there, results back
-        if payload == "kv":
-            kv_heads = max(model.num_heads if model.attention == "mla" else model.num_kv_heads, cp)
-            whole += kv_heads * (key + value)
-            sent = sent_back = 0.0
-        sent, sent_back = sent + tokens * share * whole * size, sent_back + tokens * share * whole * size
+        return Cost(
+            Pass(forward, blocks, (cp - 1) / cp, 0.0),
+            Pass(backward, blocks + (cp - 1) * own * wide, 1.0, own * wide),
+        )
+    if exchange == "all_gather":
+        return Cost(Pass(forward, blocks, 1 / cp, 0.0), Pass(backward, blocks, 1 / cp, (cp - 1) * own * wide))
+    heads = model.num_heads * (key + value)  # queries there, results back
+    if payload == "kv":
+        heads += max(model.num_heads if model.attention == "mla" else model.num_kv_heads, cp) * (key + value)
+        alone = tokens * (1 - 1 / cp) * heads * size
+        return Cost(Pass(forward, 0.0, 0.0, alone), Pass(backward, 0.0, 0.0, alone))
+    alone = tokens * (1 - 1 / cp) * heads * size
+    return Cost(Pass(forward, blocks, 1 / cp, alone), Pass(backward, blocks, 1 / cp, alone + (cp - 1) * own * wide))
+
+
+def _flops(
+    model: ModelConfig, exchange: str, payload: str, tokens: float, seq_len: int, cp: int
+) -> tuple[float, float]:
+    """Forward and backward of attention's core, causal half, and of making keys and values from latents."""
+    key, value = _head_sizes(model)
+    core = tokens * seq_len * model.num_heads * (key + value)  # two products, a FLOP pair each
+    forward, backward = core, 2.5 * core
     if model.attention == "mla":
         up = 2.0 * tokens * model.kv_lora_rank * model.num_heads * (model.qk_nope_head_dim + value)
         if payload == "kv":
-            forward, backward = forward + up, backward + 2 * up
-        else:
-            blocks_up = up if exchange == "ulysses" else cp * up  # ulysses: of all tokens, but of a share of heads
-            forward, backward = forward + blocks_up, backward + 3 * blocks_up
-    return Cost(sent, sent_back, forward, backward)
+            return forward + up, backward + 2 * up
+        # Blocks of all ranks, again in backward; ulysses makes a share of their heads.
+        blocks_up = up if exchange == "ulysses" else cp * up
+        return forward + blocks_up, backward + 3 * blocks_up
+    return forward, backward
 
 
 def faster_payload(

@@ -143,5 +143,46 @@ def check_bytes(exchange: str, payload: str, kv_heads: int, size: int, logs: lis
         again = 0.0
         if exchange != "ulysses" or payload == "latent":  # blocks come once more in backward, under the same label
             again = (size - 1) * B * S / size * payload_numbers(model, payload) * 8
-        assert forward - again == pytest.approx(formula.forward_bytes)
-        assert backward + again == pytest.approx(formula.backward_bytes)
+        assert forward - again == pytest.approx(formula.forward.sent)
+        assert backward + again == pytest.approx(formula.backward.sent)
+
+
+def _cross(rank: int, size: int, ways: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
+    """For each way and chunk: gradients of this rank's tokens where only the chunk's last query has one."""
+    everybody = Communicator("cp", range(size), rank, dist.group.WORLD, CollectiveLog())
+    found = []
+    for exchange, payload in ways:
+        cp = ContextParallel(everybody, exchange, payload)
+        for chunk in range(2 * size):
+            x = only_query(size, chunk)
+            found.append(shared(x, documents(WHOLE), True, payload == "latent", cp)[0])
+    return found
+
+
+def only_query(size: int, chunk: int) -> dict[str, Tensor]:
+    x = inputs(H)
+    last = (chunk + 1) * S // (2 * size) - 1
+    d_out = torch.zeros_like(x["d_out"])
+    d_out[:, last] = x["d_out"][:, last]
+    return x | {"d_out": d_out}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_cross_every_border(size: int) -> None:
+    """From a query to every token before it, whichever ranks hold them, and to none after it."""
+    ways = list(product(EXCHANGES, ("kv", "latent")))
+    by_rank = run_ranks(size, _cross, size, ways)
+    places = [Shard(rank, size, documents(WHOLE), torch.full((B,), S)).places() for rank in range(size)]
+    number = 0
+    for _, payload in ways:
+        for chunk in range(2 * size):
+            expected = dense(only_query(size, chunk), documents(WHOLE), True, payload == "latent")
+            for name in ("latent", "k_rope") if payload == "latent" else ("k", "v"):
+                found = torch.empty_like(expected[name])
+                for results, own in zip(by_rank, places, strict=True):
+                    found[:, own] = results[number][name]
+                assert float((found - expected[name]).norm() / expected[name].norm()) < 1e-12
+                reached = (found != 0).flatten(2).any(dim=2).all(dim=0)  # [S]
+                seen = torch.arange(S) < (chunk + 1) * S // (2 * size)
+                assert torch.equal(reached, seen), (ways, name, chunk)
+            number += 1
