@@ -28,6 +28,9 @@ BENCHMARKS = {
         "moe_engine.bench.kernels", "bench_kernels", "single kernels on a GPU against torch's and DeepGEMM's"
     ),
     "cp": Entry("moe_engine.bench.cp", "bench_cp", "attention over sequences that ranks share, by each exchange"),
+    "attention": Entry(
+        "moe_engine.bench.attention", "bench_attention", "a CPU's attention, forward and backward, against torch's"
+    ),
     "overlap": Entry(
         "moe_engine.bench.overlap", "bench_overlap", "what the overlapped pair hides of exchanges over a slow wire"
     ),
