@@ -34,6 +34,7 @@ from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router
 from moe_engine.ops.attach import attach
 from moe_engine.ops.autocast import check_precision, products_in
+from moe_engine.ops.fp8 import Fp8, use_fp8
 from moe_engine.ops.random import normal
 from moe_engine.ops.recompute import Segments
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -62,8 +63,9 @@ class MoELayer(nn.Module):
     process group or a one-dimensional DeviceMesh, in their place. Each rank of the group holds num_experts / size
     experts. None: all experts here.
     ep_nodes: for dispatch=hierarchical, the communicators between nodes and within this rank's node.
-    precision: of the matrix products: bf16, whatever the parameters have | native, that of the parameters, also under
-    autocast. None: that of the parameters, or of autocast where it is on. The router computes in fp32 always.
+    precision: of the matrix products: bf16 | fp8 (block-scaled, from bf16), whatever the parameters have | native, that
+    of the parameters, also under autocast. None: that of the parameters, or of autocast where it is on. The router
+    computes in fp32 always.
     attach_aux_loss: every backward through the output also runs that of the balance losses, times the attribute
     `aux_loss_scale` (1; a loss scaler's or an accumulation's factor goes there), so that nobody has to add them.
     average_gradients: the ranks' gradients will be averaged (DDP, FSDP2), not summed: those of experts, which already
@@ -112,6 +114,8 @@ class MoELayer(nn.Module):
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden
             self.shared = DenseMLP(config.dim, shared_hidden, dtype, device, activation)
+        if precision == "fp8":
+            use_fp8(self, Fp8())
         if seed is not None:
             self.reset_parameters()
 

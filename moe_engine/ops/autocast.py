@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_engine.config.errors import ConfigError
 
-PRECISIONS = ("bf16", "native")
+PRECISIONS = ("bf16", "fp8", "native")
 
 
 def _enabled(device: str) -> bool:
@@ -30,13 +30,14 @@ def check_precision(precision: str | None) -> None:
 
 
 def products_in(precision: str | None, device: str) -> AbstractContextManager[Any]:
-    """Around operations: bf16 has matrix products computed in it, native in their operands' own format.
+    """Around operations: bf16 has matrix products computed in it, native in their operands' own format; fp8 has what
+    is around fp8 products in bf16.
 
     None leaves that to autocast.
     """
     if precision is None:
         return nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=precision != "native")
 
 
 def cast_operands(*operands: Tensor) -> tuple[Tensor, ...]:
