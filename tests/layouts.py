@@ -77,6 +77,7 @@ class Case:
     exchange: str = "ring"
     payload: str = "kv"
     ranks_per_node: int | None = None  # with it, rows travel by two hops
+    max_recv_rows: int = 0
 
     @property
     def world(self) -> int:
@@ -96,6 +97,7 @@ class Case:
         words += [f"placement{self.placement}"] if self.placement else []
         words += [f"cp{self.cp}", self.exchange, self.payload] if self.cp > 1 else []
         words += [f"nodes of {self.ranks_per_node}"] if self.ranks_per_node else []
+        words += [f"{self.max_recv_rows} rows"] if self.max_recv_rows else []
         return "-".join([*words, self.precision])
 
 
@@ -154,6 +156,7 @@ def config_of(case: Case) -> Config:
             combine=case.combine,
             wire=case.wire,
             dispatch="hierarchical" if case.ranks_per_node else "all_to_all",
+            max_recv_rows=case.max_recv_rows,
             aux_loss_weight=0.01,
             z_loss_weight=0.01 * case.z_loss,
             bias_step=1e-3,
@@ -371,6 +374,7 @@ def one_process(case: Case) -> Case:
         stages=(),
         overlap=True,
         ranks_per_node=None,
+        max_recv_rows=0,
     )
 
 

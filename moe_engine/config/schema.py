@@ -98,6 +98,7 @@ class MoEConfig:
     combine: str = "dedup"  # see MoESection
     wire: str = "model"
     dispatch: str = "all_to_all"
+    max_recv_rows: int = 0
     aux_loss_weight: float = 1e-4
     z_loss_weight: float = 0.0
     bias_step: float = 1e-3
@@ -119,6 +120,9 @@ class MoESection:
     combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
     wire: str = "model"  # rows to the experts, and gradients of combine: as in the model | fp8 codes and scales
     dispatch: str = "all_to_all"  # all_to_all | hierarchical: between nodes once per node, then within the node
+    # The most rows that a rank holds at once of those it received; what does not fit comes in further rounds, is sent
+    # again in backward, and nothing is dropped. 0: no bound.
+    max_recv_rows: int = 0
     aux_loss_weight: float = 1e-4  # alpha of the sequence-wise balance loss
     z_loss_weight: float = 0.0  # of the mean over tokens of logsumexp(router logits)^2, which keeps logits small
     bias_step: float = 1e-3  # gamma of the loss-free balance; 0 turns it off
@@ -290,6 +294,7 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         combine=moe.combine,
         wire=moe.wire,
         dispatch=moe.dispatch,
+        max_recv_rows=moe.max_recv_rows,
         aux_loss_weight=moe.aux_loss_weight,
         z_loss_weight=moe.z_loss_weight,
         bias_step=moe.bias_step,

@@ -107,6 +107,7 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
     experts, top_k, groups, top_groups = (model + name for name in ("num_experts", "top_k", "num_groups", "top_groups"))
     rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
     rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
+    rules.at_least(0, moe + "max_recv_rows")
     rules.positive(1.0, model + "route_scale")
     for name in (model + "score_function", model + "group_score", moe + "combine", moe + "wire", moe + "dispatch"):
         rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
@@ -258,6 +259,7 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
             "parallel.ep", f"must divide model.num_experts={rules['model.num_experts']}; use parallel.ep={near}"
         )
     _check_nodes(rules)
+    _check_bound(rules)
     axes = [f"parallel.{axis}" for axis in ("pp", "dp", "cp", "tp")]
     if world is not None and rules.sound(*axes, "run.ranks"):
         _check_world(rules, world)
@@ -320,6 +322,13 @@ def _check_placement(rules: _Rules) -> None:
         others = [ranks for ranks in _divisors(rules[experts]) if 1 < ranks < rules[experts]]
         use = f"{every}=0" + (f", or {ep}={others[0]}" if others else "")
         rules.refuse(every, f"with {ep}={rules[ep]} {where}, and moving them evens out nothing; use {use}")
+
+
+def _check_bound(rules: _Rules) -> None:
+    """Every rank of the group has a share of the rows that a rank may hold."""
+    name, ep = "moe.max_recv_rows", rules["parallel.ep"]
+    if rules.sound(name, "parallel.ep") and 0 < rules[name] < ep:
+        rules.refuse(name, f"each of parallel.ep={ep} ranks needs a share of it; use {name}={ep} or more, or 0")
 
 
 def _check_nodes(rules: _Rules) -> None:

@@ -59,11 +59,13 @@ class AttnOut:
 class MlpOut:
     """End of the third phase: rows to send back (none in a dense block) and what this rank adds itself [T, D].
 
-    After the exchange `rows` are those that came back, [R_sent, D].
+    After the exchange `rows` are those that came back, [R_sent, D]. further: those of further rounds, where the rows of
+    a rank are bounded and did not fit.
     """
 
     rows: Tensor | None
     local: Tensor | None
+    further: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class Block(nn.Module):
 
                 rows = segment(out.segments, BLOCK, experts, arrived.x, arrived.weights)
                 found = replace(found, rows=rows)
+            if moe is not None and out.packed is not None:
+                found = replace(found, further=moe.compute_further(out.normed, out.packed))
         if out.segments is not None:
             out.segments.close()
         return found
@@ -208,7 +212,7 @@ class Block(nn.Module):
         x = out.residual if back.local is None else out.residual + back.local
         if out.packed is None or back.rows is None:
             return x
-        return x + wire.sum_rows(back.rows, out.packed.handle)
+        return x + wire.sum_rows(back.rows, out.packed.handle, back.further)
 
     def walk(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""

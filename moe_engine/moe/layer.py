@@ -48,12 +48,14 @@ class Packed:
 
     rows: what is sent; handle: its layout (None with one rank); aux_loss: weighted balance loss summed over this
     micro-batch's sequences and weighted z-loss summed over its tokens, [2] (None where both weights are 0): the caller
-    divides by the numbers of sequences and tokens.
+    divides by the numbers of sequences and tokens. expert_weights [T, K]: for rows of further rounds, where rows are
+    bounded.
     """
 
     rows: wire.Rows
     handle: wire.DispatchHandle | None
     aux_loss: Tensor | None
+    expert_weights: Tensor | None = None
 
 
 class MoELayer(nn.Module):
@@ -127,7 +129,13 @@ class MoELayer(nn.Module):
                 "dispatch=hierarchical: needs ep_nodes as well as ep; use dispatch=all_to_all without them"
             )
         exact, fp8 = config.combine == "exact", config.wire == "fp8"
-        return wire.Links(self.ep, self.ep_counts, exact, fp8, ep_nodes if hierarchical else None)
+        if 0 < config.max_recv_rows < self.ep.size:
+            raise ConfigError(
+                f"max_recv_rows={config.max_recv_rows}: each of {self.ep.size} ranks needs a share of it; "
+                f"use max_recv_rows={self.ep.size} or more"
+            )
+        nodes = ep_nodes if hierarchical else None
+        return wire.Links(self.ep, self.ep_counts, exact, fp8, nodes, config.max_recv_rows)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -175,7 +183,9 @@ class MoELayer(nn.Module):
             choices.taken(routing.expert_ids, label)
         handle = wire.plan(routing.expert_ids, self.placement, self.links, label)
         rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
-        return Packed(rows, handle, self._aux_loss(routing.router_logits, shape, token_mask, whole))
+        aux_loss = self._aux_loss(routing.router_logits, shape, token_mask, whole)
+        bounded = handle is not None and handle.rounds is not None
+        return Packed(rows, handle, aux_loss, routing.expert_weights if bounded else None)
 
     def _aux_loss(
         self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None, whole: WholeRows | None = None
@@ -212,17 +222,20 @@ class MoELayer(nn.Module):
         rows: Tensor = self.experts(arrived, queue, segments)
         return rows
 
+    def compute_further(self, x: Tensor, packed: Packed) -> Tensor | None:
+        """The rows of tokens x [T, D] that did not fit, there and back; None if all did. Communicates."""
+        if packed.expert_weights is None:
+            return None
+
+        def exchange(handle: wire.DispatchHandle, x: Tensor, weights: Tensor) -> Tensor:
+            arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_for(handle, x, weights), handle))
+            return wire.combine_arrive(wire.combine_start(self.compute(arrived), handle))
+
+        return wire.further_rows(x, packed.expert_weights, packed.handle, exchange, list(self.experts.parameters()))
+
     def combine_start(self, rows: Tensor, packed: Packed) -> wire.PendingCombine:
         """Start sending the experts' rows [R, D] back."""
         return wire.combine_start(rows, packed.handle)
-
-    def combine_wait(self, pending: wire.PendingCombine) -> Tensor:
-        """The routed output [T, D], summed in fp32 in fixed order, in x's dtype."""
-        return wire.combine_wait(pending)
-
-    def combine(self, rows: Tensor, packed: Packed) -> Tensor:
-        """Start and wait."""
-        return self.combine_wait(self.combine_start(rows, packed))
 
     def forward(
         self, x: Tensor, token_mask: Tensor | None = None, return_aux: bool = False, queue: WgradQueue | None = None
@@ -266,7 +279,10 @@ class MoELayer(nn.Module):
         packed = self.pack(x, shape, token_mask)
         pending = self.dispatch_start(packed)
         shared = self.compute_shared(x, queue)  # while the rows travel
-        return self.combine(self.compute(self.dispatch_wait(pending), queue), packed), shared, packed.aux_loss
+        rows = self.compute(self.dispatch_wait(pending), queue)
+        further = self.compute_further(x, packed)
+        back = wire.combine_arrive(self.combine_start(rows, packed))
+        return wire.sum_rows(back, packed.handle, further), shared, packed.aux_loss
 
     def _exchange_in_graph(
         self, x: Tensor, shape: tuple[int, int], token_mask: Tensor | None, queue: WgradQueue | None
@@ -274,6 +290,11 @@ class MoELayer(nn.Module):
         """The same in a graph that is being compiled."""
         if self.links.size == 1 and not self.links.fp8:
             return self._exchange(x, shape, token_mask, queue)
+        if self.links.max_recv_rows or self.links.nodes:
+            raise ConfigError(
+                f"max_recv_rows={self.config.max_recv_rows} dispatch={self.config.dispatch}: a compiled graph has one "
+                "round of one hop; use max_recv_rows=0 and dispatch=all_to_all, or do not compile the layer"
+            )
         routing = self.router(x, token_mask)
         rows, way = graph.dispatch(x, routing.expert_ids, routing.expert_weights, self.placement, self.links)
         out = graph.combine(self.compute(rows, queue), way, self.links)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.model.batch import Batch
-from moe_engine.model.block import Combine, Dispatch
+from moe_engine.model.block import Combine, Dispatch, MlpOut
 from moe_engine.model.transformer import LossRule, Seams, Stage, StageOutput
 from moe_engine.moe import dispatch as wire
 from moe_engine.ops.wgrad_queue import WgradQueue, accumulate, gradient_dtype
@@ -206,14 +206,18 @@ class CutMicroBatch(_Tables):
         return f"{half}{self.place[1]}@{self.place[0]} {step.phase}{block}{weights}"
 
     def _keep_order(self, step: Step) -> None:
-        """Where ranks share sequences attention communicates: after every exchange that was asked for before."""
-        if step.phase == "attn" and self.shared:
+        """A computation that communicates starts after every exchange that was asked for before it.
+
+        Counts are exchanged at the end of a forward's attention; attention communicates where ranks share sequences,
+        and experts where rows may need further rounds.
+        """
+        attends = step.phase == "attn" and (self.shared or step.part == "F")
+        if attends or step.phase == "mlp" and _bounded(self._graphs[-1].handle):
             self.exchanges.catch_up()
 
     def _compute(self, step: Step) -> None:
         """To the next stop of the walk, or to its end."""
-        if step.phase == "attn":
-            self.exchanges.catch_up()  # counts are exchanged at its end: all exchanges have one order on all ranks
+        self._keep_order(step)
         reply, self._reply = self._reply(), lambda: None
         self._graphs.append(_Graph())
         with recorded(self.exchanges.recorder, self._label(step)):
@@ -232,13 +236,15 @@ class CutMicroBatch(_Tables):
             if rows is not None:
                 graph.sent, graph.handle = (rows,), stop.handle
                 rows = rows.detach()
-            return Combine(replace(stop.mlp, rows=rows, local=None if local is None else self.cut(local)), stop.handle)
+            local, further = (None if x is None else self.cut(x) for x in (local, stop.mlp.further))
+            return Combine(MlpOut(rows, local, further), stop.handle)
         packed = stop.out.packed
         if packed is not None:
             graph.sent, graph.handle = (packed.rows.x, packed.rows.weights), packed.handle
             rows_ = replace(packed.rows, x=packed.rows.x.detach(), weights=packed.rows.weights.detach())
             aux_loss = None if packed.aux_loss is None else self.cut(packed.aux_loss)
-            packed = replace(packed, rows=rows_, aux_loss=aux_loss)
+            weights = None if packed.expert_weights is None else self.cut(packed.expert_weights)
+            packed = replace(packed, rows=rows_, aux_loss=aux_loss, expert_weights=weights)
         out = stop.out
         return Dispatch(replace(out, residual=self.cut(out.residual), normed=self.cut(out.normed), packed=packed))
 
@@ -319,6 +325,10 @@ class CutMicroBatch(_Tables):
 
 def _two_hops(handle: wire.DispatchHandle | None) -> bool:
     return handle is not None and handle.links.nodes is not None
+
+
+def _bounded(handle: wire.DispatchHandle | None) -> bool:
+    return handle is not None and handle.rounds is not None
 
 
 def _received(graph: _Graph, rows: wire.Rows) -> wire.Rows:

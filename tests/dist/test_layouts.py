@@ -77,6 +77,7 @@ FEATURES = [
     Case(pp=2, cp=2, ep=2, schedule="dualpipe", payload="latent", recompute="full", tied=True, steps=2),
     Case(dp=2, cp=2, ep=4, schedule="overlapped_1f1b", skew=True, steps=2),
     Case(dp=4, ep=4, schedule="overlapped_1f1b", ranks_per_node=2, padding=True),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", max_recv_rows=6, skew=True, steps=2),
 ]
 
 
@@ -186,6 +187,9 @@ def other_ways() -> list[Case]:
         Case(pp=2, dp=2, ep=2, schedule="split_1f1b", wire="fp8", combine="exact", recompute="selective"),
         Case(dp=4, ep=2, ranks_per_node=4, wire="fp8", model="qwen3"),
         Case(pp=2, dp=1, schedule="dualpipe", wire="fp8", skew=True),
+        Case(dp=4, ep=4, schedule="overlapped_1f1b", max_recv_rows=8, skew=True, recompute="full"),
+        Case(dp=4, ep=4, schedule="overlapped_1f1b", ranks_per_node=2, max_recv_rows=5, wire="fp8", skew=True),
+        Case(pp=2, dp=2, ep=2, schedule="zb_h1", combine="exact", max_recv_rows=7, padding=True),
     ]
 
 
@@ -269,7 +273,7 @@ def test_loss_bits_do_not_depend_on_the_layout(precision: str) -> None:
         replace(at_ep2, schedule="overlapped_1f1b"),
     ]
     two_hops = replace(exact, dp=4, ep=4, micro_batch=2, ranks_per_node=2)
-    any_ep = [exact, two_hops, replace(exact, dp=2, ep=2, micro_batch=2), replace(exact, pp=2, dp=4, ep=4, micro_batch=1)]
+    any_ep = [exact, two_hops, replace(exact, dp=2, ep=2, max_recv_rows=10), replace(exact, dp=2, ep=2, micro_batch=2), replace(exact, pp=2, dp=4, ep=4, micro_batch=1)]
     losses = dict(zip(same_ep + any_ep, first_losses(same_ep + any_ep), strict=True))
     for cases in (same_ep, any_ep):
         assert [case for case in cases if losses[case] != losses[cases[0]]] == []

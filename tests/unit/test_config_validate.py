@@ -274,6 +274,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"parallel__ranks_per_node": 0},
         "parallel.ranks_per_node=0: must be 1 or more, for example parallel.ranks_per_node=1",
     ),
+    (
+        {"moe__max_recv_rows": 1, "parallel__ep": 2, "parallel__dp": 2},
+        "moe.max_recv_rows=1: each of parallel.ep=2 ranks needs a share of it; use moe.max_recv_rows=2 or more, or 0",
+    ),
     ({"moe__wire": "fp4"}, "moe.wire=fp4: no such choice; there are model, fp8"),
     ({"parallel__ep": 3}, "parallel.ep=3: must divide model.num_experts=16; use parallel.ep=2"),
     (

@@ -10,6 +10,7 @@ from dense_moe import dense_balance_loss, dense_moe, global_tensors, leaf_parame
 from torch import Tensor
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.moe.dispatch import combine_arrive, sum_rows
 from moe_engine.moe.layer import MoELayer
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -197,7 +198,8 @@ def test_phases_in_a_row_are_the_forward() -> None:
     pending = layer.dispatch_start(packed)
     shared = layer.compute_shared(flat)
     rows = layer.compute(layer.dispatch_wait(pending))
-    out = layer.combine_wait(layer.combine_start(rows, packed)) + shared
+    back = combine_arrive(layer.combine_start(rows, packed))
+    out = sum_rows(back, packed.handle, layer.compute_further(flat, packed)) + shared
     expected, aux = layer(x, return_aux=True)
     assert torch.equal(out.view(2, 8, 24), expected)
     assert torch.equal(packed.aux_loss[0] / 2, aux) and not packed.aux_loss[1]

@@ -22,6 +22,7 @@ sends and receives nothing joins all of them.
     handle.py        what all ways have in common
     all_to_all.py    one exchange among all ranks of the group
     hierarchical.py  two: between nodes once per node, then within the node
+    further.py       rows beyond the bound on what a rank holds, in rounds of their own
     exchange.py      the functions above, with their backwards
 """
 
@@ -36,10 +37,12 @@ from moe_engine.moe.dispatch.exchange import (
     dispatch_backward_start,
     dispatch_start,
     dispatch_wait,
+    pack_for,
     pack_rows,
     plan,
     sum_rows,
 )
+from moe_engine.moe.dispatch.further import further_rows
 from moe_engine.moe.dispatch.handle import DispatchHandle
 from moe_engine.moe.dispatch.links import Links
 
@@ -56,6 +59,8 @@ __all__ = [
     "dispatch_backward_start",
     "dispatch_start",
     "dispatch_wait",
+    "further_rows",
+    "pack_for",
     "pack_rows",
     "plan",
     "sum_rows",

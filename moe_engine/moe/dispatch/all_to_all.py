@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_engine.distributed.collectives import Pending
+from moe_engine.moe.dispatch.further import Rounds
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
 from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.dispatch.rows import join_slots, plan_rows, split_slots
@@ -21,10 +21,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AllToAllHandle(DispatchHandle):
-    """local_ids of the choices [T, K]; received: the pending exchange of counts, [ranks, 1]."""
+    """local_ids of the choices [T, K]; received: from each rank [rows, rounds]."""
 
     local_ids: Tensor
-    received: Pending
 
     @cached_property
     def recv_splits(self) -> list[int]:
@@ -61,14 +60,16 @@ def _same(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plan_all_to_all(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str) -> AllToAllHandle:
+def plan_all_to_all(
+    expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str, rounds: Rounds | None
+) -> AllToAllHandle:
     """Lay out the rows of `expert_ids` [T, K] and start the exchange of counts."""
     masked = expert_ids < 0
     ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
     slots = 1 if links.exact else min(expert_ids.shape[1], placement.num_local)
     sent = plan_rows(ranks, links.size, slots, links.exact)
-    counts = torch.tensor(sent.splits, device=expert_ids.device)[:, None]
+    counts = torch.tensor([[rows, rounds.count if rounds else 1] for rows in sent.splits], device=expert_ids.device)
     once = [1] * links.size
     received = links.counts.all_to_all(counts, once, once, f"{label} counts")
     local_ids = placement.local_id(expert_ids).masked_fill(masked, -1)
-    return AllToAllHandle(links, label, sent, local_ids, received)
+    return AllToAllHandle(links, label, sent, received, rounds, local_ids)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.moe.dispatch.all_to_all import plan_all_to_all
+from moe_engine.moe.dispatch.further import Rounds, share_out
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
 from moe_engine.moe.dispatch.hierarchical import plan_hierarchical
 from moe_engine.moe.dispatch.links import Journey, Links
@@ -45,9 +46,22 @@ def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: st
     """
     if links.size == 1 and not links.fp8:
         return None
-    if links.nodes is not None:
-        return plan_hierarchical(expert_ids, placement, links, label)
-    return plan_all_to_all(expert_ids, placement, links, label)
+    backend = plan_all_to_all if links.nodes is None else plan_hierarchical
+    share = links.max_recv_rows // links.size
+    if not share or links.size == 1:
+        return backend(expert_ids, placement, links, label, None)
+    units = placement.rank_of(expert_ids) // (1 if links.nodes is None else links.nodes[1].size)
+    units = units.masked_fill(expert_ids < 0, -1)
+    num_units = links.size if links.nodes is None else links.nodes[0].size
+    of_choice, sums, count = share_out(units, num_units, links.exact, share)
+
+    def choices(number: int) -> Tensor:
+        return expert_ids.masked_fill(of_choice != number, -1)
+
+    def start(number: int) -> DispatchHandle:
+        return backend(choices(number), placement, links, f"{label} round {number}", None)
+
+    return backend(choices(0), placement, links, label, Rounds(count, sums, start))
 
 
 def pack_rows(
@@ -57,6 +71,11 @@ def pack_rows(
     if handle is None:
         local_ids = placement.local_id(expert_ids).masked_fill(expert_ids < 0, -1)
         return Rows(x, local_ids.to(torch.int32), expert_weights)
+    return pack_for(handle, x, expert_weights)
+
+
+def pack_for(handle: DispatchHandle, x: Tensor, expert_weights: Tensor) -> Rows:
+    """The rows that `handle` sends: of tokens x [T, D], whose choices have `expert_weights` [T, K]."""
     local_ids, weights = handle.sent.pack_ids(handle.ids_on_wire()), handle.sent.pack_weights(expert_weights)
     if not handle.links.fp8:
         return Rows(permute(x, handle.tokens), local_ids, weights)
@@ -133,9 +152,14 @@ def combine_arrive(pending: PendingCombine) -> Tensor:
     return rows
 
 
-def sum_rows(rows: Tensor, handle: DispatchHandle | None) -> Tensor:
-    """Routed output [T, D]: each token's rows summed in fp32 in the order of ranks (exact: of experts)."""
-    return rows if handle is None else unpermute(rows, handle.tokens)
+def sum_rows(rows: Tensor, handle: DispatchHandle | None, further: Tensor | None = None) -> Tensor:
+    """Routed output [T, D]: each token's rows summed in fp32 in the order of ranks (exact: of experts).
+
+    further: the rows of `further_rows`.
+    """
+    if handle is None:
+        return rows
+    return unpermute(rows if further is None else torch.cat((rows, further)), handle.sums)
 
 
 def combine_wait(pending: PendingCombine) -> Tensor:

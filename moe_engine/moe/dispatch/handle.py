@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from moe_engine.distributed.collectives import Pending
+from moe_engine.moe.dispatch.further import Rounds
 from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.dispatch.rows import RowPlan
 from moe_engine.ops.permute import RowMap
@@ -18,17 +21,31 @@ Slots = tuple[Tensor, Tensor]  # ids [N, k] int32, weights [N, k]
 class DispatchHandle(ABC):
     """The way of one micro-batch's tokens over the wire, the same for both directions and their backwards.
 
-    sent: the rows [N] that leave this rank; arriving ones are [R, …]. label: for the collective log.
+    sent: the rows [N] that leave this rank; arriving ones are [R, …]. label: for the collective log; received: the
+    pending exchange of counts, a row from each rank whose last number is how many rounds that rank fills. rounds: where
+    the rows a rank may hold are bounded, of which this is the way of the first round.
     """
 
     links: Links
     label: str
     sent: RowPlan
+    received: Pending
+    rounds: Rounds | None
 
     @property
     def tokens(self) -> RowMap:
         """From tokens to the rows that are sent."""
         return self.sent.tokens
+
+    @property
+    def sums(self) -> RowMap:
+        """From tokens to the rows that came back, those of further rounds after those of this one."""
+        return self.sent.tokens if self.rounds is None else self.rounds.sums
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """Rounds of the whole group (waits for the exchange of counts)."""
+        return int(self.received.wait()[:, -1].max())
 
     @abstractmethod
     def ids_on_wire(self) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator, Pending
+from moe_engine.moe.dispatch.further import Rounds
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
 from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.dispatch.rows import RowPlan, join_slots, plan_rows, split_slots
@@ -36,15 +37,14 @@ class _Arrival:
 
 @dataclass(frozen=True)
 class HierarchicalHandle(DispatchHandle):
-    """node_ids: an expert within its node, rank * num_local + local id, for the choices [T, K]; received: the pending
-    exchange of counts, from each rank [rows for this rank's experts, rows for this node that this rank passes on].
+    """node_ids: an expert within its node, rank * num_local + local id, for the choices [T, K]; received: from each
+    rank [rows for this rank's experts, rows for this node that this rank passes on, rounds].
     """
 
     between: Communicator
     within: Communicator
     node_ids: Tensor
     num_local: int
-    received: Pending
     _onward: list[RowPlan] = field(default_factory=list)  # made when slots arrive here; one, once it is there
 
     def ids_on_wire(self) -> Tensor:
@@ -58,14 +58,14 @@ class HierarchicalHandle(DispatchHandle):
     @cached_property
     def passing(self) -> list[int]:
         """Rows from each node to pass on (waits for the exchange of counts)."""
-        counts = self.received.wait().view(self.between.size, self.within.size, 2)
+        counts = self.received.wait().view(self.between.size, self.within.size, 3)
         passing: list[int] = counts[:, self.within.rank, 1].tolist()
         return passing
 
     @cached_property
     def arrival(self) -> _Arrival:
         """Of rows for this rank's experts (waits for the exchange of counts)."""
-        counts = self.received.wait().view(self.between.size, self.within.size, 2)[..., 0]
+        counts = self.received.wait().view(self.between.size, self.within.size, 3)[..., 0]
         splits: list[int] = counts.sum(dim=0).tolist()
         if 1 in counts.shape:
             return _Arrival(splits, None, None)
@@ -88,7 +88,7 @@ class HierarchicalHandle(DispatchHandle):
             ranks = torch.div(node_ids, self.num_local, rounding_mode="floor")  # -1 stays -1
             slots = 1 if self.links.exact else min(node_ids.shape[1], self.num_local)
             plan = plan_rows(ranks.long(), self.within.size, slots, self.links.exact)
-            self._onward.append(plan)
+            self._onward[:] = [plan]
             local_ids = (node_ids % self.num_local).masked_fill_(node_ids < 0, -1)
             return self._fan_out(join_slots(plan.pack_ids(local_ids), plan.pack_weights(arrived)), "dispatch slots")
 
@@ -138,7 +138,9 @@ def _same(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plan_hierarchical(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str) -> HierarchicalHandle:
+def plan_hierarchical(
+    expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str, rounds: Rounds | None
+) -> HierarchicalHandle:
     """Lay out the rows of `expert_ids` [T, K] for nodes and start the exchange of counts."""
     assert links.nodes is not None
     between, within = links.nodes
@@ -147,13 +149,14 @@ def plan_hierarchical(expert_ids: Tensor, placement: ExpertPlacement, links: Lin
     nodes = torch.div(ranks, within.size, rounding_mode="floor")
     slots = 1 if links.exact else min(expert_ids.shape[1], within.size * placement.num_local)
     sent = plan_rows(nodes, between.size, slots, links.exact)
-    counts = torch.zeros(between.size, within.size, 2, dtype=torch.int64, device=expert_ids.device)
+    counts = torch.zeros(between.size, within.size, 3, dtype=torch.int64, device=expert_ids.device)
     counts[..., 0] = _rows_per_rank(ranks, links).view(between.size, within.size)
     counts[:, within.rank, 1] = torch.tensor(sent.splits, device=expert_ids.device)
+    counts[..., 2] = rounds.count if rounds else 1
     once = [1] * links.size
     received = links.counts.all_to_all(counts.flatten(0, 1), once, once, f"{label} counts")
     node_ids = (ranks % within.size * placement.num_local + placement.local_id(expert_ids)).masked_fill(masked, -1)
-    return HierarchicalHandle(links, label, sent, between, within, node_ids, placement.num_local, received)
+    return HierarchicalHandle(links, label, sent, received, rounds, between, within, node_ids, placement.num_local)
 
 
 def _rows_per_rank(ranks: Tensor, links: Links) -> Tensor:

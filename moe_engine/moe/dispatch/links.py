@@ -22,7 +22,8 @@ class Links:
     exact: a row per (token, expert) in place of one per (token, rank);
     fp8: rows go to the experts in fp8, and so do the gradients of what came back; with one rank, too, so that numbers
     do not depend on the layout. What the experts made and the gradients of rows return as they are;
-    nodes: between nodes (the ranks with this one's place on theirs) and within this one; None: one hop for all.
+    nodes: between nodes (the ranks with this one's place on theirs) and within this one; None: one hop for all;
+    max_recv_rows: the most that a rank holds at once of what it received, see `further`; 0: what comes.
     """
 
     rows: Communicator
@@ -30,6 +31,7 @@ class Links:
     exact: bool = False
     fp8: bool = False
     nodes: tuple[Communicator, Communicator] | None = None
+    max_recv_rows: int = 0
 
     @classmethod
     def alone(cls) -> Links:
