@@ -4,6 +4,10 @@ A case is a number of ranks and threads. In each, the candidates start from the 
 rows, and their first loss and gradient norm must agree before anything is timed; then they take turns, a step each.
 The peak of memory is that of a process that runs one candidate alone.
 
+What a step costs depends on how its tokens spread over experts and ranks, so the engine runs with the choices of its
+router (`moe_engine`) and beside that with others (`moe_engine balanced`, see `config.routing`), and their loads are
+told. In another routing it computes another function: its loads are checked then, not its loss.
+
 MFU is model FLOPs (`planner.flops`, convention `nvidia`: the causal half of attention, nothing recomputed) over the
 matrix rate that this case's ranks and threads reach together in a measurement just before, in the faster of the
 compute dtype and fp32. No peak is taken from a table.
@@ -24,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.bench import machine, peers, record
+from moe_engine.bench import machine, peers, record, routing
 from moe_engine.bench.phases import phase_table
 from moe_engine.bench.ranks import run_ranks
+from moe_engine.bench.routing import ENGINE
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import choices, to_yaml
 from moe_engine.config.schema import Config
@@ -38,13 +43,15 @@ from moe_engine.model.batch import Batch
 from moe_engine.planner.flops import mfu, sequence_flops
 from moe_engine.trainer import Trainer
 
-ENGINE = "moe_engine"
 PEERS = {"plain_bf16": True, "plain_fp32": False}  # name: autocast
 # How far first losses and gradient norms may lie apart, relatively: bf16 keeps 8 bits.
 LOSS_TOLERANCE = 5e-3
 NORM_TOLERANCE = 5e-2
 MEMORY_STEPS = 2
-FIGURES = {"tokens_per_s": ",.0f", "model_gflops": ".1f", "mfu": ".1%", "peak_memory_mib": ",.0f"}
+FIGURES = {
+    "tokens_per_s": ",.0f", "model_gflops": ".1f", "mfu": ".1%", "peak_memory_mib": ",.0f",
+    "expert_load": ".2f", "rank_load": ".2f",
+}  # fmt: skip
 
 
 @dataclass
@@ -54,6 +61,8 @@ class BenchSection:
     cases: list[str] = field(default_factory=lambda: ["threads1", "threads2", "ep2"])
     rounds: int = 12  # timed steps of each candidate
     warmup: int = 2  # steps of each before that
+    # Ways of choosing experts to measure the engine with; natural is the router's own. See moe.routing.
+    routing: list[str] = field(default_factory=lambda: ["natural", "balanced"])
     peers: bool = True  # measure the plain PyTorch model too
     memory: bool = True  # measure peaks of memory, in processes of their own
     plot: bool = False  # draw plot.svg
@@ -99,6 +108,8 @@ groups of ready choices are those of train; experiment= {" | ".join(choices("exp
 options:
   bench.cases=[threads1,threads2,ep2]   threadsN: one rank of N threads; epN: N ranks of one thread, experts shared out
   bench.rounds=12           timed steps of each candidate, in turns; bench.warmup=2 steps before
+  bench.routing=[natural,balanced]      also skewed:<x> (the most loaded expert has x times the mean) and
+                            replay:<folder> (as in a step recorded by moe.record_routing)
   bench.peers=false         the engine alone
   bench.memory=false        no peaks of memory
   bench.plot=true           also plot.svg
@@ -160,6 +171,7 @@ def _checked(config: StepBenchConfig) -> tuple[list[Case], list[Config]]:
             resolved.append(resolve(case_config, case.ranks))
         except ConfigError as error:
             problems += str(error).splitlines()
+    problems += routing.problems(config.bench.routing, config, resolved)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return cases, resolved
@@ -176,7 +188,7 @@ def _config_of(config: StepBenchConfig, case: Case) -> Config:
 
 def _run_case(config: StepBenchConfig, case: Case, case_config: Config) -> tuple[list[record.Result], str]:
     """Results of all candidates, and the engine's table of phases if asked for."""
-    names = [ENGINE, *(PEERS if config.bench.peers else ())]
+    names = [routing.candidate_of(text) for text in config.bench.routing] + [*(PEERS if config.bench.peers else ())]
     measured = run_ranks(
         case.ranks, case.threads, measure, case_config, names, config.bench.warmup, config.bench.rounds, config.profile
     )
@@ -187,6 +199,7 @@ def _run_case(config: StepBenchConfig, case: Case, case_config: Config) -> tuple
     for name in names:
         samples = first["samples"][name]
         figures: dict[str, Any] = {"matrix_gflops": first["matrix_rate"] / 1e9, "mfu_convention": "nvidia"}
+        figures |= first["loads"].get(name, {})
         if samples:
             seconds = record.summarize(samples).median
             figures["tokens_per_s"] = tokens / seconds
@@ -211,6 +224,9 @@ def measure(
     steps = _candidates(rank, device, config, names)
     firsts = {name: _first(step, world) for name, step in steps.items()}
     verdicts = {name: _verdict(name, firsts) for name in names}
+    for name, step in steps.items():
+        if isinstance(step, _Engine) and name != ENGINE:
+            verdicts[name] = routing.verdict(config, routing.routing_of(name), firsts[name], step.figures)
     right = [name for name in names if verdicts[name].passed]
     for index in range(1, warmup):
         for name in right:
@@ -223,11 +239,13 @@ def measure(
         steps[name](warmup + len(samples[name]))
         world.barrier()
         samples[name].append(time.perf_counter() - start)
+    loads = {name: step.figures for name, step in steps.items() if isinstance(step, _Engine)}
     table = phase_table(lambda: steps[ENGINE](warmup + rounds), _trainer_of(steps[ENGINE])) if profile else ""
     return {
         "samples": samples,
         "verdicts": {name: asdict(verdict) for name, verdict in verdicts.items()},
         "matrix_rate": rate,
+        "loads": loads,
         "started": time.time(),
         "profile": table,
     }
@@ -254,15 +272,20 @@ def peak_memory(rank: int, device: torch.device, config: Config, name: str) -> i
 
 @dataclass
 class _Engine:
-    """The engine as a candidate: calling it runs step `index`; returns (loss, gradient norm)."""
+    """The engine as a candidate: calling it runs step `index`; returns (loss, gradient norm).
+
+    figures: how experts were chosen, and the last step's load over the mean, of the most loaded expert and rank.
+    """
 
     trainer: Trainer
     device: torch.device
     rank: int
+    figures: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, index: int) -> tuple[float, float]:
         config = self.trainer.config
         result = self.trainer.step([rows.to(self.device) for rows in _rows(config, index, self.rank)])
+        self.figures = routing.load_figures(config, result)
         return result.loss, result.grad_norm
 
 
@@ -290,9 +313,11 @@ def _candidates(
 ) -> dict[str, Callable[[int], tuple[float, float]]]:
     """The named candidates, all with the parameters that the engine starts with."""
     found: dict[str, Callable[[int], tuple[float, float]]] = {}
-    if ENGINE in names:
-        found[ENGINE] = _Engine(Trainer(config, rank, device), device, rank)
     for name in names:
+        if name not in PEERS:
+            routed = copy.deepcopy(config)
+            routed.moe.routing = routing.routing_of(name)
+            found[name] = _Engine(Trainer(routed, rank, device), device, rank)
         if name in PEERS:
             alone = copy.deepcopy(config)
             alone.parallel.dp = alone.parallel.ep = 1

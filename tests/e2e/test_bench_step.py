@@ -13,6 +13,7 @@ from moe_engine.bench.record import read
 SMALL = [
     "model=tiny", "precision=fp32", "model.score_function=softmax", "train.micro_batch=2", "train.global_batch=4",
     "train.seq_len=32", "bench.cases=[ep2]", "bench.rounds=6", "bench.warmup=1", "bench.memory=false",
+    "bench.routing=[natural,balanced,skewed:2]",
 ]  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def test_a_small_step_is_checked_timed_and_recorded(tmp_path: Path) -> None:
     assert "x as fast as plain_fp32" in done.stdout
 
     results = read(tmp_path / "b")
-    names = ("moe_engine", "plain_bf16", "plain_fp32")
+    names = ("moe_engine", "moe_engine balanced", "moe_engine skewed:2", "plain_bf16", "plain_fp32")
     assert [(r.case, r.candidate) for r in results] == [("ep2", name) for name in names]
     for each in results:
         assert each.verdict.passed and len(each.samples) == 6 and each.figures["mfu"] > 0
@@ -32,6 +33,10 @@ def test_a_small_step_is_checked_timed_and_recorded(tmp_path: Path) -> None:
         if each.candidate == "moe_engine":
             assert each.verdict.measures["loss_off"] < 1e-5
             assert each.verdict.measures["grad_norm_off"] < 1e-4
+    natural, balanced, skewed = (each.figures for each in results[:3])
+    assert [each["routing"] for each in (natural, balanced, skewed)] == ["natural", "balanced", "skewed:2"]
+    assert balanced["expert_load"] == 1.0 < natural["expert_load"]
+    assert 1.9 < skewed["expert_load"] < 2.1 and skewed["rank_load"] > 1.1 > balanced["rank_load"]
     machine = json.loads((tmp_path / "b" / "machine.json").read_text())
     assert machine["ceilings"]["matrix_flops"]["1"]["float32"] > 1e8 and machine["ceilings"]["send_bytes"] > 1e6
     report = (tmp_path / "b" / "report.md").read_text()

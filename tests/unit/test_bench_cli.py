@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from moe_engine.__main__ import main
+from moe_engine.bench import routing
 from moe_engine.bench.record import Result, Verdict, write
 from moe_engine.bench.step import _verdict
 from moe_engine.cli.bench import BENCHMARKS
+from moe_engine.config.schema import Config
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -49,6 +51,31 @@ def test_all_mistakes_in_the_options_of_a_step_are_told_at_once(
     assert "parallel.ep=3" in text  # 8 experts do not divide over 3 ranks
     assert "did you mean bench.rounds?" in refused(capsys, "step", "bench.round=3")[0]
     assert "nothing to measure" in refused(capsys, "step", "bench.cases=[]")[0]
+
+
+def test_mistakes_in_the_routing_of_a_step_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = refused(capsys, "step", "bench.routing=[balanced,skewed:99,balanced]", "moe.routing=skewed:2")
+    shown = "bench.routing=[balanced,skewed:99,balanced]"
+    assert told == [
+        f"{shown}: natural is measured beside every other; use bench.routing=[natural,balanced]",
+        f"{shown}: one is named twice; use bench.routing=[balanced,skewed:99]",
+        "moe.routing=skewed:2: use bench.routing=[natural,skewed:2]",
+        f"{shown}: an expert can have at most num_experts / top_k = 4 times the mean load, that of every token; "
+        "use bench.routing=skewed:4 or less",
+    ]
+    missing = refused(capsys, "step", f"bench.routing=[natural,replay:{tmp_path}/none]")
+    assert missing == [
+        f"moe.routing=replay:{tmp_path}/none: no recorded step is there; record one with moe.record_routing=1 and give "
+        "runs/<name>/routing/step_1"
+    ]
+
+
+def test_forced_loads_are_checked() -> None:
+    config = Config()  # 4 x 256 tokens, 4 of 16 experts each: 256 for each expert and micro-batch
+    measured = [routing.verdict(config, "skewed:2", (5.0, 1.0), {"expert_load": load}) for load in (2.0, 2.005, 2.1)]
+    assert [each.passed for each in measured] == [True, True, False]
+    assert "2.100 times the mean (asked: 2, at most 0.008 off)" in measured[2].text
+    assert not routing.verdict(config, "balanced", (float("inf"), 1.0), {"expert_load": 1.0}).passed
 
 
 def results(folder: Path, factor: float) -> str:
