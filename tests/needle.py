@@ -23,12 +23,17 @@ ASK = NOISE + VALUES  # the token that asks
 
 
 def rows_of(step: int, seq_len: int) -> Batch:
-    """Noise, with one token that has a value somewhere in the first half; ASKED ask for it in the second."""
+    """Noise, with a needle of one value somewhere in the first half; ASKED tokens ask for it in the second.
+
+    The needle is the value's token, as often as 128 goes into the length: one in 128 is as hard to find as 16 in 2,048.
+    """
     chance = torch.Generator().manual_seed(step)
     half = seq_len // 2
     tokens = torch.randint(0, NOISE, (ROWS, seq_len), generator=chance)
     values = torch.randint(0, VALUES, (ROWS, 1), generator=chance)
-    tokens.scatter_(1, torch.randint(0, half, (ROWS, 1), generator=chance), NOISE + values)
+    needle = torch.arange(seq_len // 128)
+    place = torch.randint(0, half - len(needle), (ROWS, 1), generator=chance)
+    tokens.scatter_(1, place + needle, (NOISE + values).expand(-1, len(needle)))
     asking = half + torch.rand(ROWS, seq_len - half, generator=chance).argsort(dim=1)[:, :ASKED]
     tokens.scatter_(1, asking, ASK)
     labels = torch.full_like(tokens, IGNORE).scatter_(1, asking, (NOISE + values).expand(-1, ASKED))

@@ -32,6 +32,24 @@ def test_checkpoint_goes_on_in_another_layout(saver: Case, loader: Case, tmp_pat
     assert max(goes_on(saver, loader, tmp_path).values()) < 1e-10
 
 
+SHARED = [
+    Case(cp=2, ep=2, dp=2, payload="latent", model="v3_heads"),
+    Case(cp=4, pp=2, ep=2, exchange="ulysses", schedule="zb_h1", model="v3_heads"),
+    Case(pp=2, dp=2, ep=2, model="v3_heads"),
+]
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(0, 2), (2, 0)])
+def test_checkpoint_goes_on_where_other_ranks_share_sequences(saver: int, loader: int, tmp_path: Path) -> None:
+    assert max(goes_on(SHARED[saver], SHARED[loader], tmp_path).values()) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saver", "loader"), [(0, 1), (1, 0), (1, 2), (2, 1)])
+def test_checkpoint_goes_on_at_another_exchange(saver: int, loader: int, tmp_path: Path) -> None:
+    assert max(goes_on(SHARED[saver], SHARED[loader], tmp_path).values()) < 1e-10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", LAYOUTS, ids=str)
 @pytest.mark.parametrize("saver", LAYOUTS, ids=str)
