@@ -163,7 +163,7 @@ class LatentAttention(Attention):
             return KeysValues(first, second)
         model = self.model
         heads = model.num_heads
-        return Latents(first, second, self.kv_up.weight, model.v_head_dim, first=0, heads=heads, num_heads=heads)
+        return Latents(first, second, self.kv_up, model.v_head_dim, first=0, heads=heads, num_heads=heads)
 
     def _queries(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None

@@ -31,7 +31,7 @@ from moe_engine.distributed.collectives import Communicator, Pending
 from moe_engine.model.batch import Shard
 from moe_engine.ops.attention import Visible, attention, attention_backward, attention_forward
 from moe_engine.ops.autocast import without_autocast
-from moe_engine.ops.linear import linear
+from moe_engine.ops.linear import Linear, linear
 from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
 
 
@@ -93,6 +93,10 @@ class Opened(NamedTuple):
     back: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
+# Opens a block; with True so that its gradients can be found.
+Open = Callable[[Tensor, bool], Opened]
+
+
 class KeysValues(NamedTuple):
     """The payload `kv`: a block is [B, n, G (d + e)]."""
 
@@ -102,10 +106,10 @@ class KeysValues(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.k, self.v, None
 
-    def opener(self) -> Callable[[Tensor, Tensor | None], Opened]:
+    def opener(self) -> Open:
         (heads, key), value = self.k.shape[2:], self.v.shape[3]
 
-        def opened(block: Tensor, weight: Tensor | None) -> Opened:
+        def opened(block: Tensor, graph: bool) -> Opened:
             k, v = block.split((heads * key, heads * value), dim=2)
             return Opened(k.unflatten(2, (heads, key)), v.unflatten(2, (heads, value)), back)
 
@@ -118,32 +122,38 @@ class KeysValues(NamedTuple):
 class Latents(NamedTuple):
     """The payload `latent`: a block is [B, n, rank + rope].
 
-    weight [H (nope + e), rank] makes keys and values of all H heads; those from `first` on, `heads` of them, are made.
+    `up`, weight [H (nope + e), rank], makes keys and values of all H heads; of these `heads` are made, from `first` on.
     """
 
     latent: Tensor  # [B, n, rank], normalised
     k_rope: Tensor  # [B, n, rope], turned by its position
-    weight: Tensor
+    up: Linear
     value: int  # e
     first: int
     heads: int
     num_heads: int  # H
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.latent, self.k_rope, self.weight
+        return self.latent, self.k_rope, self.up.weight
 
-    def opener(self) -> Callable[[Tensor, Tensor | None], Opened]:
-        rank, rope = self.latent.shape[2], self.k_rope.shape[2]
-        size = self.weight.shape[0] // self.num_heads
+    def opener(self) -> Open:
+        rank, rope, up = self.latent.shape[2], self.k_rope.shape[2], self.up
+        size = up.weight.shape[0] // self.num_heads
         nope, heads, rows = size - self.value, self.heads, slice(self.first * size, (self.first + self.heads) * size)
 
-        def opened(block: Tensor, weight: Tensor | None) -> Opened:
-            assert weight is not None
+        def made(own: Tensor) -> tuple[Tensor, Tensor]:
+            """Keys and values of a latent, and the weight they are made with."""
+            if heads == self.num_heads:
+                return up(own), up.weight
+            used = up.weight.detach()[rows].requires_grad_()
+            used.grad_dtype = gradient_dtype(up.weight)
+            return linear(own, used), used
+
+        def opened(block: Tensor, graph: bool) -> Opened:
             latent, k_rope = block.split((rank, rope), dim=2)
-            own, used = latent.detach().requires_grad_(), weight.detach()[rows].requires_grad_()
-            used.grad_dtype = gradient_dtype(weight)
-            with torch.enable_grad():
-                kv = linear(own, used)
+            own = latent.detach().requires_grad_(graph)
+            with torch.set_grad_enabled(graph):
+                kv, used = made(own)
             k_nope, v = kv.detach().unflatten(2, (heads, size)).split((nope, size - nope), dim=3)
 
             def back(d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +161,7 @@ class Latents(NamedTuple):
                 d_latent, d_used = torch.autograd.grad(kv, (own, used), d_kv)
                 d_weight = d_used
                 if heads < self.num_heads:
-                    d_weight = d_used.new_zeros(weight.shape)
+                    d_weight = d_used.new_zeros(up.weight.shape)
                     d_weight[rows] = d_used
                 return torch.cat((d_latent.to(d_k.dtype), d_k[..., nope:].sum(dim=2)), dim=2), d_weight
 
@@ -167,7 +177,7 @@ class _Way:
     ranks: Communicator
     ring: bool
     seen: Callable[[int], Visible]  # by whose block it is
-    open: Callable[[Tensor, Tensor | None], Opened]
+    open: Open
     scale: float
     queue: WgradQueue | None
     label: str
@@ -189,7 +199,7 @@ class _Way:
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Queries meet the blocks of all ranks. first, second: the two tensors of the payload."""
+    """Queries meet the blocks of all ranks. first, second: the two tensors of the payload; weight: what opens it."""
 
     @staticmethod
     @without_autocast
@@ -197,23 +207,23 @@ class _SharedAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty(0), torch.empty(0)
         for i, (source, block) in enumerate(way.blocks(_packed(first, second))):
-            k, v, _ = way.open(block, weight)
+            k, v, _ = way.open(block, False)
             part, part_lse = attention_forward(q, k, v, way.seen(source), way.scale, dtype=wide)
             out, lse = _merged(out, lse, part, part_lse) if i else (part, part_lse)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, first, second, weight, out, lse)
+        ctx.save_for_backward(q, first, second, out, lse)
         ctx.way, ctx.parameter = way, None if weight is None else leaf(weight)
         return out
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (d_out,), (q, first, second, weight, out, lse), way = grads, ctx.saved_tensors, ctx.way
+        (d_out,), (q, first, second, out, lse), way = grads, ctx.saved_tensors, ctx.way
         d_q = torch.zeros_like(q, dtype=lse.dtype)
         d_weight: Tensor | None = None
         gradients = _RingOfGradients(way) if way.ring else _GatheredGradients(way)
         for source, block in way.blocks(_packed(first, second)):
-            k, v, back = way.open(block, weight)
+            k, v, back = way.open(block, True)
             seen = way.seen(source)
             d_q_part, d_k, d_v = attention_backward(d_out, q, k, v, out, lse, seen, way.scale, dtype=lse.dtype)
             d_q += d_q_part

@@ -15,6 +15,7 @@ from moe_engine.config.schema import ModelConfig
 from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord, Communicator
 from moe_engine.model.batch import Shard
 from moe_engine.model.context_parallel import ContextParallel, KeysValues, Latents, SharedRows, shared_attention
+from moe_engine.ops.linear import Linear
 from moe_engine.planner.context import cost, payload_numbers
 
 B, S, H, NOPE, ROPE, VALUE, RANK = 2, 48, 4, 6, 2, 4, 7
@@ -74,16 +75,17 @@ def shared(
     log.records.clear()
     rows = SharedRows(Shard(rank, size, ids, torch.full((B,), S)), causal)
     own = rows.shard.places()
-    weight = x["weight"].clone().requires_grad_()
+    up = Linear(RANK, H * (NOPE + VALUE), torch.float64)
+    up.weight.data.copy_(x["weight"])
     part = {name: t[:, own].clone().requires_grad_() for name, t in x.items() if name != "weight"}
     payload: KeysValues | Latents = KeysValues(part["k"], part["v"])
     if latent:
-        payload = Latents(part["latent"], part["k_rope"], weight, VALUE, 0, H, H)
+        payload = Latents(part["latent"], part["k_rope"], up, VALUE, 0, H, H)
     out = shared_attention(part["q"], payload, cp, rows, SCALE)
     out.backward(part["d_out"].detach())
     found = {"out": out.detach(), **{name: t.grad for name, t in part.items() if t.grad is not None}}
-    if weight.grad is not None:
-        found["weight"] = weight.grad
+    if up.weight.grad is not None:
+        found["weight"] = up.weight.grad
     return found, list(log.records)
 
 
