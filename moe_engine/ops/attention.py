@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,12 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.ops.autocast import without_autocast
+from moe_engine.ops.threads import share_out
 
 EDGE = 64  # queries and keys are known to be seen, or not, by blocks of this size
 QUERY_BLOCK = 64  # smaller ones skip more of what is not seen, and multiply slower
 LONG_QUERY_BLOCK = 128  # for more keys than one tile
 KEY_TILE = 512
 HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
+SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 FILL = 4  # columns added to queries and keys in backward: one is used, the others keep the width a multiple of 4
 
 
@@ -177,13 +179,10 @@ def attention_forward(
     visible key gives 0 and -inf. Not recorded by autograd. Of tensors without data (device `meta`) only sizes come.
     """
     (B, Sq, H, _), G, e = q.shape, k.shape[2], v.shape[-1]
-    if q.is_meta:
-        lse_dtype = torch.promote_types(q.dtype, torch.float32)
-        return q.new_empty(B, Sq, H, e, dtype=dtype or v.dtype), q.new_empty(B, Sq, H, dtype=lse_dtype)
-    scratch = _Scratch(q)
     out = torch.zeros(B, Sq, H, e, dtype=dtype or v.dtype, device=q.device)
-    lse = torch.full((B, Sq, H), -math.inf, dtype=scratch.dtype, device=q.device)
-    for b, heads, queries in _heads(B, H, G):
+    lse = torch.full((B, Sq, H), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+    def attend(scratch: _Scratch, b: int, heads: slice, queries: slice) -> None:
         q_ = scratch.grouped("q", q[b, :, queries], heads).mul_(scale)
         k_, v_ = scratch.wide("k", k[b, :, heads]), scratch.wide("v", v[b, :, heads])
         operands = k_.transpose(1, 2), v_, visible, b, scratch
@@ -194,6 +193,8 @@ def attention_forward(
             shape = (H // G, rows.stop - rows.start)
             _cut(to, 0, rows).copy_(block.unflatten(1, shape).permute(2, 0, 1, 3))
             _cut(lse_to, 0, rows).copy_(top.add_(sums.log_()).squeeze(2).unflatten(1, shape).permute(2, 0, 1))
+
+    _for_heads(attend, q, k, visible)
     return out, lse
 
 
@@ -240,12 +241,10 @@ def attention_backward(
     out [B, Sq, H, e] and lse [B, Sq, H] may be those of more keys than k has here: then the results are the share of
     these keys, and shares add up. d_lse [B, Sq, H]: gradient of lse, if it has one.
     """
-    (B, _, H, d), (G, e) = q.shape, v.shape[2:]
+    d, e = q.shape[3], v.shape[3]
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in (q, k, v))
-    if q.is_meta:
-        return d_q, d_k, d_v
-    scratch = _Scratch(q)
-    for b, heads, queries in _heads(B, H, G):
+
+    def attend(scratch: _Scratch, b: int, heads: slice, queries: slice) -> None:
         d_out_ = scratch.grouped("d_out", d_out[b, :, queries], heads, FILL)
         mean = scratch.grouped("out", out[b, :, queries], heads).mul_(d_out_[..., :e]).sum(dim=-1)  # [heads, H/G, Sq]
         if d_lse is not None:
@@ -269,9 +268,11 @@ def attention_backward(
             d_scores = scratch.product("d_scores", d_rows, _cut(v_t, 2, step.keys)).mul_(p)
             _cut(d_k_, 1, step.keys).baddbmm_(d_scores.transpose(1, 2), q_rows[..., :d])
             block = scratch.product("block", d_scores, _cut(plain_k, 1, step.keys))
-            _cut(d_q_, 2, step.queries).add_(block.unflatten(1, (H // G, -1)))
+            _cut(d_q_, 2, step.queries).add_(block.unflatten(1, (q_.shape[1], -1)))
         d_q[b, :, queries].unflatten(1, q_.shape[:2]).copy_(d_q_.mul_(scale).permute(2, 0, 1, 3))
         d_k[b, :, heads], d_v[b, :, heads] = d_k_.transpose(0, 1), d_v_.transpose(0, 1)
+
+    _for_heads(attend, q, k, visible)
     return d_q, d_k, d_v
 
 
@@ -312,13 +313,29 @@ def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
     return x.narrow(dim, part.start, part.stop - part.start)
 
 
-def _heads(B: int, H: int, G: int) -> Iterator[tuple[int, slice, slice]]:
-    """Each row, a few key-value heads, and the query heads that they serve."""
+def _for_heads(attend: Callable[[_Scratch, int, slice, slice], None], q: Tensor, k: Tensor, visible: Visible) -> None:
+    """`attend` for each row and a few heads: (row, key-value heads, the query heads they serve). No data: for none."""
+    (B, Sq, H, _), (_, Sk, G, _) = q.shape, k.shape
+    if q.is_meta:
+        return
     at_once = max(1, HEADS * G // H)
+    pieces = []
     for b in range(B):
+        visible.steps_of(b)  # found here, not by several threads at once
         for start in range(0, G, at_once):
             stop = min(start + at_once, G)
-            yield b, slice(start, stop), slice(start * (H // G), stop * (H // G))
+            pieces.append((b, slice(start, stop), slice(start * (H // G), stop * (H // G))))
+
+    def work(some: Sequence[tuple[int, slice, slice]]) -> None:
+        scratch = _Scratch(q)
+        for piece in some:
+            attend(scratch, *piece)
+
+    if q.device.type == "cpu" and B * H * Sq * Sk >= SHARED_PAIRS:
+        share_out(work, pieces)
+    else:
+        with torch.no_grad():
+            work(pieces)
 
 
 def _hide(scores: Tensor, visible: Visible, b: int, step: Step) -> None:

@@ -1,0 +1,47 @@
+"""Independent pieces of work on a CPU, shared out over threads that run one torch operator each at a time.
+
+Torch shares out each operator over its threads. Where work is many small operators, each too small for that, it is
+better to share out the pieces. Operators let other Python threads run while they compute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def share_out(work: Callable[[Sequence[T]], None], pieces: Sequence[T]) -> None:
+    """`work(some of the pieces)` on each of torch's threads, this one included; returns when all are done.
+
+    Piece i goes to thread i mod n. Nothing is recorded by autograd. Inside, torch has one thread. An exception in any
+    thread is raised here, when all have ended.
+    """
+    count = min(torch.get_num_threads(), len(pieces))  # asking also makes the setting this thread's own
+    if count <= 1:
+        with torch.no_grad():
+            work(pieces)
+        return
+    before, inference, failures = torch.get_num_threads(), torch.is_inference_mode_enabled(), []
+
+    def run(first: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                work(pieces[first::count])
+        except BaseException as error:  # of whatever kind: it is raised again below
+            failures.append(error)
+
+    others = [threading.Thread(target=run, args=(first,)) for first in range(1, count)]
+    for thread in others:
+        thread.start()
+    run(0)
+    for thread in others:
+        thread.join()
+    torch.set_num_threads(before)
+    if failures:
+        raise failures[0]

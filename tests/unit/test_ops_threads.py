@@ -1,0 +1,64 @@
+"""Work shared out over threads: all of it is done once, with torch's settings as they were, and failures are raised.
+
+In a process of its own: a child forked after work on two threads may hang.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(text: str) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pieces_threads_and_failures() -> None:
+    run("""
+        import threading, torch
+        from moe_engine.ops.threads import share_out
+        torch.set_num_threads(3)
+        done, threads, weight = [], set(), torch.ones(2, requires_grad=True)
+        def work(pieces):
+            threads.add((threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
+            assert not (weight * 2).requires_grad
+            done.extend(pieces)
+        share_out(work, range(10))
+        assert sorted(done) == list(range(10))
+        assert len(threads) == 3 and all(number == 1 and not grad for _, number, grad in threads)
+        assert torch.get_num_threads() == 3 and torch.is_grad_enabled()
+        def broken(pieces):
+            if 1 in pieces:
+                raise ValueError("broken")
+        try:
+            share_out(broken, range(10))
+        except ValueError as error:
+            assert str(error) == "broken" and torch.get_num_threads() == 3
+        else:
+            raise AssertionError("no failure")
+        share_out(work, [])
+    """)
+
+
+def test_attention_has_the_same_bits_on_any_number_of_threads() -> None:
+    run("""
+        import torch
+        from moe_engine.ops.attention import SHARED_PAIRS, attention, whole_rows
+        chance = torch.Generator().manual_seed(0)
+        S, H = 300, 6
+        assert 3 * H * S * S >= SHARED_PAIRS
+        q, k = (torch.randn(3, S, H, 20, generator=chance).bfloat16().requires_grad_() for _ in range(2))
+        v, d_out = (torch.randn(3, S, H, 12, generator=chance).bfloat16() for _ in range(2))
+        documents = (torch.arange(S) >= torch.tensor([[100], [150], [300]])).int()
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out, lse = attention(q, k, v, whole_rows(S, documents), 0.2)
+            results.append([out, lse, *torch.autograd.grad(out, (q, k), d_out)])
+            with torch.inference_mode():
+                assert torch.equal(attention(q, k, v, whole_rows(S, documents), 0.2)[0], out)
+        for others in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+    """)
