@@ -17,7 +17,7 @@ from moe_engine import __version__
 from moe_engine.config.errors import ConfigError
 
 # Each is moe_engine.cli.<command>, with SUMMARY, `help_text()` and `run(words) -> exit code`.
-COMMANDS = ("train", "convert", "schedule", "plan", "bench")
+COMMANDS = ("train", "convert", "schedule", "plan", "place", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe_engine.config.errors import ConfigError
@@ -52,6 +53,6 @@ def routing_problem(name: str, text: str, num_experts: int, top_k: int) -> str |
     if mode.skew > most:
         return (
             f"an expert can have at most num_experts / top_k = {most:g} times the mean load, that of every token; "
-            f"use {name}=skewed:{most:g} or less"
+            f"use {name}=skewed:{math.floor(100 * most) / 100:g} or less"
         )
     return None

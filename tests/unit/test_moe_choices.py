@@ -121,3 +121,6 @@ def test_modes_are_read_strictly() -> None:
         "use moe.routing=skewed:4 or less"
     )
     assert routing_problem("moe.routing", "skewed:4", 16, 4) is None
+    told = routing_problem("moe.routing", "skewed:3", 8, 3)
+    assert told is not None and told.endswith("use moe.routing=skewed:2.66 or less")
+    assert routing_problem("moe.routing", "skewed:2.66", 8, 3) is None
