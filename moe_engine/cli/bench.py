@@ -27,6 +27,7 @@ BENCHMARKS = {
     "kernels": Entry(
         "moe_engine.bench.kernels", "bench_kernels", "single kernels on a GPU against torch's and DeepGEMM's"
     ),
+    "comm": Entry("moe_engine.bench.comm", "bench_comm", "rows to the experts and back, by every way and payload"),
     "cp": Entry("moe_engine.bench.cp", "bench_cp", "attention over sequences that ranks share, by each exchange"),
     "attention": Entry(
         "moe_engine.bench.attention", "bench_attention", "a CPU's attention, forward and backward, against torch's"

@@ -109,7 +109,7 @@ def arrange(layout: Layout, placement: Placement, world: Communicator, make: Mak
         cp_counts=make.one("cp_counts", cp),
         ep=make.one("ep", ep),
         ep_counts=make.one("ep_counts", ep),
-        ep_nodes=_ep_nodes(layout, make),
+        ep_nodes=ep_nodes(layout, make),
         dense={h: found for h, found in dense.items() if found},
         expert={h: found for h, found in expert.items() if found},
         edges=_edges(layout, placement, make),
@@ -117,7 +117,8 @@ def arrange(layout: Layout, placement: Placement, world: Communicator, make: Mak
     )
 
 
-def _ep_nodes(layout: Layout, make: Maker) -> tuple[Communicator, Communicator] | None:
+def ep_nodes(layout: Layout, make: Maker) -> tuple[Communicator, Communicator] | None:
+    """See `Groups.ep_nodes`."""
     groups = [ranks for r in range(layout.world) if (ranks := layout.ep_node_ranks(r)) is not None]
     if not groups:
         return None
