@@ -1,13 +1,12 @@
 """AdamW on flat tensors.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2. Every operation is
-elementwise, so the update of an element does not depend on which shard it lies in, as long as shards begin and end at
-multiples of a vector. It is torch's fused kernel, one pass over memory, with the bits of torch.optim.AdamW(fused=True).
+elementwise, so the update of an element does not depend on which shard it lies in. Operations and their order are
+those of torch.optim.AdamW's single-tensor path, so that fp32 results have its bits.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -28,18 +27,10 @@ def adamw(
 
     `step` counts from 1: it is the number of this update, for the bias corrections.
     """
-    torch._fused_adamw_(
-        [master],
-        [gradient],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.tensor(float(step), device=master.device)],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    if weight_decay != 0:
+        master.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    step_size = lr / (1 - beta1**step)
+    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
+    master.addcdiv_(exp_avg, denominator, value=-step_size)

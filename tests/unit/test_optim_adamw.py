@@ -1,4 +1,4 @@
-"""AdamW has the bits of torch's fused AdamW, in fp32 and fp64, and the values of its plain one."""
+"""AdamW has the bits of torch.optim.AdamW, in fp32 and fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_updates_have_the_bits_of_torch_adamw(dtype: torch.dtype, weight_decay: 
     start = torch.randn(1003, generator=chance, dtype=dtype)
     parameter = torch.nn.Parameter(start.clone())
     settings = {"eps": 1e-8, "weight_decay": weight_decay}
-    theirs = torch.optim.AdamW([parameter], betas=(0.9, 0.95), fused=True, **settings)
+    theirs = torch.optim.AdamW([parameter], betas=(0.9, 0.95), foreach=False, **settings)
     master, exp_avg, exp_avg_sq = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
     for step in range(1, 11):
         gradient = torch.randn(1003, generator=chance, dtype=dtype) * 10.0 ** (-step)
