@@ -27,6 +27,7 @@ from pathlib import Path
 from moe_engine.config.errors import ConfigError
 
 FAILURES = "MOE_ENGINE_FAILURES"  # environment: the folder for records of failure, set for ranks started here
+CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)  # the launcher ends ranks so; a communicator that lost a peer aborts
 LOG_LINES = 20  # of a rank that died without a record
 ECHO_S = 2.0  # for rank 0 to tell of a mistake that all ranks find; launchers end all ranks as soon as one fails
 
@@ -147,17 +148,18 @@ def start_local_ranks(command: Sequence[str], world: int, threads: int) -> int:
 def _explain(folder: Path, exits: Mapping[int, int]) -> int:
     """Print why the ranks failed; returns the exit code. The log files of a mistake are of no use and go."""
     records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
-    if records:
-        first = min(records, key=lambda failure: failure.time)
-        if first.mistake:
-            print(first.text, file=sys.stderr)
-            shutil.rmtree(folder, ignore_errors=True)
-            return 2
-        print(f"rank {first.rank} failed first:\n{first.text}", file=sys.stderr)
-    else:
+    killed = sorted(rank for rank, code in exits.items() if code < 0 and -code not in CONSEQUENCES)
+    first = min(records, key=lambda failure: failure.time, default=None)
+    if first is None or killed:  # what the others then told, of connections that closed, would only mislead
         ended_by_launcher = {rank for rank, code in exits.items() if code == -signal.SIGTERM}
-        for rank in sorted(exits.keys() - ended_by_launcher or ended_by_launcher):
+        for rank in killed or sorted(exits.keys() - ended_by_launcher or ended_by_launcher):
             print(f"rank {rank} {_cause(exits[rank])}\n{_log_tail(folder, rank)}", file=sys.stderr)
+    elif first.mistake:
+        print(first.text, file=sys.stderr)
+        shutil.rmtree(folder, ignore_errors=True)
+        return 2
+    else:
+        print(f"rank {first.rank} failed first:\n{first.text}", file=sys.stderr)
     print(f"all ranks have ended; what the ranks printed is in {folder}", file=sys.stderr)
     return 1
 

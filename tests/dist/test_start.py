@@ -45,6 +45,13 @@ def train(config):
         if rank == 1:
             os.kill(os.getpid(), 9)
         time.sleep(100)
+    if mode == "one is killed while another waits for it":
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        dist.all_reduce(torch.ones(1))
     if mode == "wait":
         time.sleep(100)
 
@@ -134,6 +141,17 @@ def test_a_killed_rank_ends_all_and_is_told_with_its_last_words(tmp_path: Path) 
     assert code == 1
     assert "rank 1 was killed by SIGKILL: often because memory ran out\nlast words of 1\n" in err
     assert "rank 0 was killed" not in err and "Traceback" not in err
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_killed_rank_is_told_and_not_those_that_lost_it(tmp_path: Path) -> None:
+    """As when memory runs out in a step: the others fail in their communication, sooner than the launcher looks."""
+    started = Started(tmp_path, "one is killed while another waits for it")
+    pids = started.pids()
+    code, _, err = started.wait()
+    assert code == 1
+    assert err.startswith("rank 1 was killed by SIGKILL: often because memory ran out\n")
+    assert "rank 0" not in err and "Traceback" not in err
     assert all(gone(pid) for pid in pids)
 
 

@@ -196,3 +196,12 @@ def test_a_rank_that_was_killed_is_told_with_its_last_words(tmp_path: Path, caps
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "rank 2 was killed by SIGKILL: often because memory ran out"
     assert lines[1:-1] == [f"line {number}" for number in range(50 - launch.LOG_LINES, 50)]
+
+
+def test_a_rank_that_was_killed_comes_before_those_that_lost_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, 0, 1.0, False, "connection closed by peer")
+    assert launch._explain(tmp_path, {0: 1, 1: -6, 2: -9}) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rank 2 was killed by SIGKILL") and "rank 0" not in err and "rank 1" not in err
