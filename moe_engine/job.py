@@ -210,6 +210,7 @@ class Job:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
+            dropped_share=result.dropped_share,
             **self._balance(result),
             step_time_s=seconds,
             tokens_per_s=tokens / seconds,

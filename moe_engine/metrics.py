@@ -54,6 +54,7 @@ class StepMetrics:
 
     tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s;
     Of the MoE layer where they are worst: expert_load_max_over_mean, rank_load_max_over_mean and expert_load_entropy;
+    dropped_share: of all choices of experts, those that moe.capacity_factor dropped, where it is set;
     dead_experts: over all layers; expert_load_by_layer: these figures of each layer, see `expert_load.LoadFigures`.
     Only in steps after which experts moved: experts_moved; rank_load_before and rank_load_after, the predicted
     max/mean in the layer where it is largest; placement_s, what it took. Only with trace.enabled: pipeline_s, the pass
@@ -82,6 +83,7 @@ class StepMetrics:
     tokens_per_s_per_rank: float
     model_tflops: float
     mfu: float
+    dropped_share: float | None = None
     experts_moved: int | None = None
     rank_load_before: float | None = None
     rank_load_after: float | None = None

@@ -72,6 +72,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     expert_counts: dict[str, Tensor]  # by MoE layer of this rank, [E] int64, over the whole global batch
+    dropped_share: float | None  # of all choices, those that moe.capacity_factor dropped; None without it
     expert_loads: ExpertLoads
     rearranged: Rearranged | None  # where experts were due to move after this step
 
@@ -247,6 +248,7 @@ class Trainer:
         if not stats.skipped:
             for name, layer in self.moe_layers().items():
                 update_expert_bias(layer.router.expert_bias, counts[name], self.config.moe.bias_step)
+        dropped_share = self._take_dropped_share()
         self.steps_done += 1
         self.tokens_seen += items.tokens
         loss, *mtp = self._mean_losses(sums, items)
@@ -264,6 +266,7 @@ class Trainer:
             grad_norm=stats.grad_norm,
             skipped=stats.skipped,
             expert_counts=counts,
+            dropped_share=dropped_share,
             expert_loads=loads,
             rearranged=self._rearrange(loads),
         )
@@ -277,6 +280,17 @@ class Trainer:
     def _mean_losses(self, sums: StepSums, items: ItemCounts) -> list[float]:
         """Main and MTP losses of the whole batch, nats per valid target."""
         return mean_losses(self.groups.world.all_reduce_sum(sums.loss_sums, "losses"), [items.tokens, *items.mtp])
+
+    def _take_dropped_share(self) -> float | None:
+        """Over all layers and the whole global batch; the layers' own counters start anew."""
+        if not self.config.moe.capacity_factor:
+            return None
+        own = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for layer in self.moe_layers().values():
+            own += layer.dropped_choices
+            layer.dropped_choices.zero_()
+        dropped, choices = self.groups.world.all_reduce_sum(own, "dropped choices").tolist()
+        return float(dropped / max(choices, 1))
 
     def _take_expert_counts(self) -> dict[str, Tensor]:
         """Chosen counts of each MoE layer over the whole global batch; the layers' own counters start anew."""

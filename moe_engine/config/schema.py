@@ -99,6 +99,8 @@ class MoEConfig:
     wire: str = "model"
     dispatch: str = "all_to_all"
     max_recv_rows: int = 0
+    capacity_factor: float = 0.0
+    drop: str = "score"
     aux_loss_weight: float = 1e-4
     z_loss_weight: float = 0.0
     bias_step: float = 1e-3
@@ -120,6 +122,10 @@ class MoESection:
     combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
     wire: str = "model"  # rows to the experts, and gradients of combine: as in the model | fp8 codes and scales
     dispatch: str = "all_to_all"  # all_to_all | hierarchical: between nodes once per node, then within the node
+    # An expert gets at most this many times its equal share of the choices of a micro-batch on a rank; what is more is
+    # dropped, and so the result depends on the layout. 0: nothing is dropped.
+    capacity_factor: float = 0.0
+    drop: str = "score"  # what capacity_factor drops: score: the least weights | position: the last tokens
     # The most rows that a rank holds at once of those it received; what does not fit comes in further rounds, is sent
     # again in backward, and nothing is dropped. 0: no bound.
     max_recv_rows: int = 0
@@ -295,6 +301,8 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         wire=moe.wire,
         dispatch=moe.dispatch,
         max_recv_rows=moe.max_recv_rows,
+        capacity_factor=moe.capacity_factor,
+        drop=moe.drop,
         aux_loss_weight=moe.aux_loss_weight,
         z_loss_weight=moe.z_loss_weight,
         bias_step=moe.bias_step,

@@ -30,6 +30,7 @@ _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
     "wire": ("model", "fp8"),
     "dispatch": ("all_to_all", "hierarchical"),
+    "drop": ("score", "position"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
@@ -107,9 +108,16 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
     experts, top_k, groups, top_groups = (model + name for name in ("num_experts", "top_k", "num_groups", "top_groups"))
     rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
     rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
-    rules.at_least(0, moe + "max_recv_rows")
+    rules.at_least(0, moe + "max_recv_rows", moe + "capacity_factor")
     rules.positive(1.0, model + "route_scale")
-    for name in (model + "score_function", model + "group_score", moe + "combine", moe + "wire", moe + "dispatch"):
+    for name in (
+        model + "score_function",
+        model + "group_score",
+        moe + "combine",
+        moe + "wire",
+        moe + "dispatch",
+        moe + "drop",
+    ):
         rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
     if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
         rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")

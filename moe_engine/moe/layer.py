@@ -26,12 +26,13 @@ from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.sharded import fill
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import WholeRows, router_z_loss, sequence_balance_loss
+from moe_engine.moe.capacity import limit_load
 from moe_engine.moe.choices import Choices
 from moe_engine.moe.dispatch import graph
 from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP
 from moe_engine.moe.placement import ExpertPlacement
-from moe_engine.moe.router import Router
+from moe_engine.moe.router import Router, Routing
 from moe_engine.ops.attach import attach
 from moe_engine.ops.autocast import check_precision, products_in
 from moe_engine.ops.fp8 import Fp8, use_fp8
@@ -77,6 +78,8 @@ class MoELayer(nn.Module):
     engine's optimizer does). Raises ConfigError for values that do not fit together.
     """
 
+    dropped_choices: Tensor
+
     def __init__(
         self,
         config: MoEConfig,
@@ -105,6 +108,8 @@ class MoELayer(nn.Module):
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
         self.links = self._links(ep_nodes)
+        # Choices dropped by `capacity_factor` in training, and all of them, since these were last cleared.
+        self.register_buffer("dropped_choices", torch.zeros(2, dtype=torch.int64, device=device), persistent=False)
         self.choices: Choices | None = None  # who chooses in the router's place, or watches
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device, seed=None)
@@ -157,6 +162,7 @@ class MoELayer(nn.Module):
                     fill(parameter, normal(shape, std, f"{owner_name}.{name}", seed, *place))
         self.router.expert_bias.zero_()
         self.router.num_tokens_per_expert.zero_()
+        self.dropped_choices.zero_()
 
     def place(self, placement: ExpertPlacement) -> None:
         """The experts here are those of `placement` from now on; their parameters are the caller's to bring."""
@@ -181,11 +187,26 @@ class MoELayer(nn.Module):
         routing = self.router(x, token_mask, given)
         if choices is not None:
             choices.taken(routing.expert_ids, label)
-        handle = wire.plan(routing.expert_ids, self.placement, self.links, label)
-        rows = wire.pack_rows(x, routing.expert_ids, routing.expert_weights, self.placement, handle)
+        ids, weights = self._within_capacity(routing, token_mask)
+        handle = wire.plan(ids, self.placement, self.links, label)
+        rows = wire.pack_rows(x, ids, weights, self.placement, handle)
         aux_loss = self._aux_loss(routing.router_logits, shape, token_mask, whole)
         bounded = handle is not None and handle.rounds is not None
-        return Packed(rows, handle, aux_loss, routing.expert_weights if bounded else None)
+        return Packed(rows, handle, aux_loss, weights if bounded else None)
+
+    def _within_capacity(self, routing: Routing, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Expert ids and weights [T, K] without the choices that `capacity_factor` drops; those are counted."""
+        config = self.config
+        ids, weights = routing.expert_ids, routing.expert_weights
+        if not config.capacity_factor:
+            return ids, weights
+        by_score = config.drop == "score"
+        ids, weights, dropped = limit_load(
+            ids, weights, config.num_experts, config.capacity_factor, by_score, token_mask
+        )
+        if self.training:
+            self.dropped_choices += dropped
+        return ids, weights
 
     def _aux_loss(
         self, router_logits: Tensor, shape: tuple[int, int], token_mask: Tensor | None, whole: WholeRows | None = None
@@ -296,7 +317,8 @@ class MoELayer(nn.Module):
                 "round of one hop; use max_recv_rows=0 and dispatch=all_to_all, or do not compile the layer"
             )
         routing = self.router(x, token_mask)
-        rows, way = graph.dispatch(x, routing.expert_ids, routing.expert_weights, self.placement, self.links)
+        ids, weights = self._within_capacity(routing, token_mask)
+        rows, way = graph.dispatch(x, ids, weights, self.placement, self.links)
         out = graph.combine(self.compute(rows, queue), way, self.links)
         return out, self.compute_shared(x, queue), self._aux_loss(routing.router_logits, shape, token_mask)
 

@@ -287,6 +287,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"moe__max_recv_rows": 1, "parallel__ep": 2, "parallel__dp": 2},
         "moe.max_recv_rows=1: each of parallel.ep=2 ranks needs a share of it; use moe.max_recv_rows=2 or more, or 0",
     ),
+    ({"moe__capacity_factor": -1.0}, "moe.capacity_factor=-1.0: must be 0 or more"),
+    ({"moe__drop": "first"}, "moe.drop=first: no such choice; there are score, position"),
     ({"moe__wire": "fp4"}, "moe.wire=fp4: no such choice; there are model, fp8"),
     ({"parallel__ep": 3}, "parallel.ep=3: must divide model.num_experts=16; use parallel.ep=2"),
     (
