@@ -362,9 +362,8 @@ def _check_batch(rules: _Rules, world: int | None) -> None:
     dp = _data_parallel(rules.config, world)
     evaluated = "train.eval_sequences"
     if rules.sound(evaluated) and rules[evaluated] % dp:
-        rules.refuse(
-            evaluated, f"must be a multiple of parallel.dp={dp}; use {evaluated}={rules[evaluated] // dp * dp}"
-        )
+        near = max(rules[evaluated] // dp, 1) * dp
+        rules.refuse(evaluated, f"must be a multiple of parallel.dp={dp}; use {evaluated}={near}")
     unit = dp * rules[micro_batch]
     if rules[batch] % unit:
         below = rules[batch] // unit * unit

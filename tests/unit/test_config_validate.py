@@ -305,6 +305,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "train.global_batch=3: must be a multiple of parallel.dp * train.micro_batch = 2 * 4; use train.global_batch=8",
     ),
     (
+        {"train__eval_sequences": 3, "parallel__dp": 4},
+        "train.eval_sequences=3: must be a multiple of parallel.dp=4; use train.eval_sequences=4",
+    ),
+    (
         {"train__eval_sequences": 63, "parallel__dp": 2},
         "train.eval_sequences=63: must be a multiple of parallel.dp=2; use train.eval_sequences=62",
     ),
