@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from moe_engine.bench.record import read
+from moe_engine.bench.step import peak_memory
+from moe_engine.config.load import load
+from moe_engine.config.validate import resolve
 
 SMALL = [
     "model=tiny", "precision=fp32", "model.score_function=softmax", "train.micro_batch=2", "train.global_batch=4",
@@ -42,3 +47,10 @@ def test_a_small_step_is_checked_timed_and_recorded(tmp_path: Path) -> None:
     report = (tmp_path / "b" / "report.md").read_text()
     for part in ("convention nvidia", "| attn |", "| optimizer |", "GFLOP/s in matrix products"):
         assert part in report
+
+
+def test_memory_is_told_for_each_routing() -> None:
+    """Of a process with one candidate alone: here the high-water mark of this one, which only rises."""
+    config = resolve(load("train", ["model=tiny", "train.seq_len=32", "train.global_batch=4"]))
+    peaks = [peak_memory(0, torch.device("cpu"), config, name) for name in ("moe_engine", "moe_engine skewed:2")]
+    assert 50 * 2**20 < peaks[0] <= peaks[1] < 16 * 2**30

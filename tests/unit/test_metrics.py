@@ -38,7 +38,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 class NoTensorBoard:
-    def add_scalar(self, name: str, value: float, step: int) -> None: ...
+    def __init__(self) -> None:
+        self.added: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.added[name] = value
 
     def close(self) -> None: ...
 
@@ -53,6 +57,20 @@ def test_a_step_is_one_json_object_with_every_figure(folder: RunFolder) -> None:
     assert [json.loads(text) for text in texts] == told == folder.history()
     assert set(metrics.TIME_FIELDS) < {each.name for each in fields(StepMetrics)}
     assert (folder.path / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_tensorboard_gets_every_number_by_a_path_of_names(folder: RunFolder) -> None:
+    folder.begin("", 0)
+    folder.write(replace(line(3), bubble_per_rank=[0.1, 0.3]))
+    added = folder._tensorboard.added
+    assert added["loss"] == 2.5 and added["bubble_per_rank"] == 0.2 and "step" not in added
+    layer = {name: value for name, value in added.items() if name.startswith("expert_load_by_layer/")}
+    assert layer == {
+        "expert_load_by_layer/layers.1.moe/max_over_mean": 1.25,
+        "expert_load_by_layer/layers.1.moe/rank_max_over_mean": 1.1,
+        "expert_load_by_layer/layers.1.moe/entropy": 0.98,
+        "expert_load_by_layer/layers.1.moe/dead_experts": 1,
+    }
 
 
 def test_a_resumed_run_keeps_earlier_steps_and_drops_later_ones(folder: RunFolder) -> None:
