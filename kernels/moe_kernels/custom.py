@@ -111,7 +111,10 @@ def _half(gate_up: Tensor) -> Tensor:
 
 _FAKES: dict[str, Callable[..., Outputs]] = {
     "add_bias": lambda rows, weight, bias, counts: torch.empty_like(rows),
-    "add_bias_backward": lambda d_rows, weight, bias, counts: (torch.empty_like(weight), _fp32(bias, *bias.shape)),
+    "add_bias_backward": lambda d_rows, weight, bias, counts: (
+        torch.empty_like(weight),
+        bias.new_empty(bias.shape, dtype=torch.promote_types(d_rows.dtype, torch.float32)),
+    ),
     "grouped_gemm": lambda a, b, counts, source=None, num_sms=None: a.new_empty(_row_count(a, source), b.shape[2]),
     "grouped_gemm_fp8": lambda a, a_scale, b, b_scale, counts, source=None, dtype=torch.bfloat16, *_, **__: a.new_empty(
         _row_count(a, source), b.shape[1], dtype=dtype

@@ -72,6 +72,28 @@ def test_a_graph_with_the_op_gives_its_results(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.moe_kernels, name).default, call, test_utils=tests)
 
 
+WIDE = [
+    "add_bias",
+    "add_bias_backward",
+    "grouped_gemm",
+    "grouped_wgrad",
+    "permute",
+    "swiglu",
+    "swiglu_backward",
+    "unpermute",
+]
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_graph_knows_the_dtypes_of_fp64_results(name: str) -> None:
+    """A wrong one makes a compiled graph read the memory of its results as other numbers."""
+    call = [
+        x.double() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float32) else x
+        for x in arguments()[name]
+    ]
+    torch.library.opcheck(getattr(torch.ops.moe_kernels, name).default, call, test_utils=("test_faketensor",))
+
+
 @pytest.mark.parametrize("name", ["grouped_wgrad", "grouped_wgrad_fp8"])
 def test_accumulation_in_a_graph(name: str) -> None:
     op, call = getattr(moe_kernels, name), arguments()[name]
