@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.fp8_format import BLOCK, FORWARD_AMAX, GRADIENT_AMAX, blocks
-from moe_kernels.reference.quantize import dequantize_blocks, dequantize_columns, dequantize_rows, quantize_rows
-from moe_kernels.reference.wide import as_list, grouped_gemm, permute, swiglu, swiglu_backward, unpermute
+from moe_kernels.fp8_format import BLOCK, CODE, FORWARD_AMAX, GRADIENT_AMAX, blocks
+from moe_kernels.reference.quantize import dequantize_blocks, dequantize_columns, dequantize_rows, quantize_part
+from moe_kernels.reference.wide import as_list, grouped_gemm, permute, row_blocks, swiglu, swiglu_backward, unpermute
 
 
 def grouped_gemm_fp8(
@@ -55,23 +55,28 @@ def grouped_wgrad_fp8(
     second dimension, each group in whole tiles of 128. Returns [e, out, in], or `out` (fp32) with the gradient added;
     a group without rows has gradient zero. num_sms: see `grouped_gemm`.
     """
-    d_wide, a_wide = dequantize_columns(d_out, d_out_scale), dequantize_columns(a, a_scale)
     counts = as_list(counts)
-    grad = a_wide.new_zeros(len(counts), d_out.shape[0], a.shape[0]) if out is None else out
+    grad = a_scale.new_zeros(len(counts), d_out.shape[0], a.shape[0]) if out is None else out
     start = 0
     for group, count in enumerate(counts):
-        stop = start + blocks(count) * BLOCK
         if count:
-            grad[group].addmm_(d_wide[:, start:stop], a_wide[:, start:stop].T)
-        start = stop
+            places, tiles = slice(start, start + count), slice(start // BLOCK, start // BLOCK + blocks(count))
+            d_wide = dequantize_columns(d_out[:, places], d_out_scale[tiles])
+            grad[group].addmm_(d_wide, dequantize_columns(a[:, places], a_scale[tiles]).T)
+        start += blocks(count) * BLOCK
     return grad
 
 
+@torch.no_grad()
 def swiglu_fp8(
     gate_up: Tensor, weight: Tensor | None = None, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`quantize_rows` of `swiglu` without rounding in between: codes [N, F], scales [ceil(F/128), N]."""
-    return quantize_rows(swiglu(gate_up.float(), weight), smallest_amax, power_of_two)
+    codes, scale = _rows(gate_up, gate_up.shape[1] // 2)
+    for part in row_blocks(gate_up):
+        act = swiglu(gate_up[part].float(), None if weight is None else weight[part])
+        quantize_part(act, codes[part], scale[:, part], smallest_amax, power_of_two)
+    return codes, scale
 
 
 def swiglu_backward_recompute(
@@ -81,6 +86,7 @@ def swiglu_backward_recompute(
     return (*swiglu_backward(d_out, gate_up, weight), swiglu(gate_up, weight))
 
 
+@torch.no_grad()
 def swiglu_backward_fp8(
     d_out: Tensor,
     gate_up: Tensor,
@@ -93,10 +99,24 @@ def swiglu_backward_fp8(
     gate_up [N, 2F] in bf16, or codes with `gate_up_scale` [2F/128, N]. Returns the gradient's codes [N, 2F] and scales
     (smallest amax for gradients), the weight's gradient [N] or None, the activation's codes [N, F] and scales.
     """
-    wide = gate_up.float() if gate_up_scale is None else dequantize_rows(gate_up, gate_up_scale)
-    d_gate_up, d_weight = swiglu_backward(d_out.float(), wide, weight)
-    by_row = quantize_rows(d_gate_up, GRADIENT_AMAX, power_of_two)
-    return (*by_row, d_weight, *swiglu_fp8(wide, weight, FORWARD_AMAX, power_of_two))
+    d_codes, d_scale = _rows(gate_up, gate_up.shape[1])
+    codes, scale = _rows(gate_up, gate_up.shape[1] // 2)
+    d_weight = None if weight is None else torch.empty_like(weight)
+    for part in row_blocks(gate_up):
+        rows, own = gate_up[part], None if weight is None else weight[part]
+        wide = rows.float() if gate_up_scale is None else dequantize_rows(rows, gate_up_scale[:, part])
+        d_gate_up, d_own = swiglu_backward(d_out[part].float(), wide, own)
+        if d_weight is not None and d_own is not None:
+            d_weight[part] = d_own
+        quantize_part(d_gate_up, d_codes[part], d_scale[:, part], GRADIENT_AMAX, power_of_two)
+        quantize_part(swiglu(wide, own), codes[part], scale[:, part], FORWARD_AMAX, power_of_two)
+    return d_codes, d_scale, d_weight, codes, scale
+
+
+def _rows(like: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales by rows for as many rows as `like` has, to be filled."""
+    rows = like.shape[0]
+    return like.new_empty(rows, dim, dtype=CODE), like.new_empty(blocks(dim), rows, dtype=torch.float32)
 
 
 def permute_fp8(x: Tensor, x_scale: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,16 +6,16 @@ enter its tile's scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.fp8_format import BLOCK, CODE, E4M3_MAX, FORWARD_AMAX, blocks, padded_rows, scale_of, zero_scale
-from moe_kernels.reference.wide import as_list, row_blocks
+from moe_kernels.reference.wide import BLOCK_ELEMENTS, as_list, row_blocks
 
 
+@torch.no_grad()
 def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True) -> tuple[Tensor, Tensor]:
     """Tiles of 1x128 along each row.
 
@@ -25,13 +25,18 @@ def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: 
     rows, dim = x.shape
     codes, scale = _codes_and_scales(x, (rows, dim), (blocks(dim), rows))
     for part in row_blocks(x):
-        tiles = _fill(x[part].float(), dim=1).unflatten(1, (-1, BLOCK))  # [rows of the part, D/128, 128]
-        part_codes, part_scale = _quantize(tiles, (2,), smallest_amax, power_of_two)
-        codes[part] = part_codes.flatten(1)[:, :dim]
-        scale[:, part] = part_scale.squeeze(2).T
+        quantize_part(x[part].to(torch.float32, copy=True), codes[part], scale[:, part], smallest_amax, power_of_two)
     return codes, scale
 
 
+def quantize_part(wide: Tensor, codes: Tensor, scale: Tensor, smallest_amax: float, power_of_two: bool) -> None:
+    """`quantize_rows` of fp32 numbers [r, D], which it overwrites, into given codes [r, D] and scales [D/128, r]."""
+    factors = _scales(wide, _amax_by_tile, smallest_amax, power_of_two)  # [r, D/128]
+    _to_codes(wide, factors, codes)
+    scale.copy_(factors.T)
+
+
+@torch.no_grad()
 def quantize_blocks(
     w: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,14 +45,21 @@ def quantize_blocks(
     w [..., O, I] bf16 or fp32 -> codes [..., O, I], the same codes transposed [..., I, O] (the input gradient's
     product sums over O), and scales [..., ceil(O/128), ceil(I/128)] fp32.
     """
-    outer, inner = w.shape[-2:]
-    filled = _fill(_fill(w.float(), dim=-1), dim=-2)
-    tiles = filled.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., O/128, 128, I/128, 128]
-    codes, scale = _quantize(tiles, (-3, -1), smallest_amax, power_of_two)
-    codes = codes.view(filled.shape)[..., :outer, :inner].contiguous()
-    return codes, codes.transpose(-1, -2).contiguous(), scale.squeeze(-1).squeeze(-2)
+    *many, outer, inner = w.shape
+    codes = w.new_empty(w.shape, dtype=CODE)
+    transposed = w.new_empty(*many, inner, outer, dtype=CODE)
+    scale = w.new_empty(*many, blocks(outer), blocks(inner), dtype=torch.float32)
+    stacked = zip(w.reshape(-1, outer, inner), codes.view(-1, outer, inner), transposed.view(-1, inner, outer),
+                  scale.view(-1, *scale.shape[-2:]), strict=True)  # fmt: skip
+    for matrix, to, to_transposed, to_scale in stacked:
+        wide = matrix.to(torch.float32, copy=True)
+        to_scale.copy_(_scales(wide, _amax_by_block, smallest_amax, power_of_two))
+        _to_codes(wide, to_scale.repeat_interleave(BLOCK, dim=0)[:outer], to)
+        to_transposed.copy_(to.T)
+    return codes, transposed, scale
 
 
+@torch.no_grad()
 def quantize_columns(
     x: Tensor,
     counts: Sequence[int] | Tensor,
@@ -67,19 +79,19 @@ def quantize_columns(
     codes, scale = _codes_and_scales(x, (dim, places), (places // BLOCK, blocks(dim) * BLOCK))
     codes.view(torch.uint8).zero_()
     scale.fill_(zero_scale(smallest_amax, power_of_two))
-    start = place = 0
-    for count in counts:
-        for row in range(start, start + count, BLOCK):
-            tile = slice(row, min(row + BLOCK, start + count))
-            wide = x[tile].float() if x_scale is None else dequantize_rows(x[tile], x_scale[:, tile])
-            tile_codes, tile_scale = _quantize(wide, (0,), smallest_amax, power_of_two)
-            codes[:, place : place + len(wide)] = tile_codes.T
-            scale[place // BLOCK, :dim] = tile_scale[0]
-            place += BLOCK
-        start += count
+    tiles = list(_tiles(counts))
+    together = max(1, BLOCK_ELEMENTS // max(1, BLOCK * dim))
+    for place in range(0, len(tiles), together):
+        some = tiles[place : place + together]
+        wide = _widened_tiles(x, x_scale, some)  # [tiles, 128, D]
+        factors = _scales(wide, _amax_by_column, smallest_amax, power_of_two)
+        scale[place : place + len(some), :dim] = factors
+        wide.mul_(1 / factors[:, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+        codes[:, place * BLOCK : (place + len(some)) * BLOCK] = wide.flatten(0, 1).T
     return codes, scale
 
 
+@torch.no_grad()
 def quantize_rows_and_columns(
     x: Tensor, counts: Sequence[int] | Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -115,24 +127,58 @@ def _codes_and_scales(like: Tensor, codes: tuple[int, int], scale: tuple[int, in
     return like.new_empty(codes, dtype=CODE), like.new_empty(scale, dtype=torch.float32)
 
 
-def _quantize(tiles: Tensor, dims: tuple[int, ...], smallest_amax: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Codes shaped like `tiles` (fp32) and scales with `dims` kept as 1; one tile spans `dims`."""
-    if tiles.numel() == 0:
-        shape = [1 if i - tiles.ndim in dims or i in dims else n for i, n in enumerate(tiles.shape)]
-        return tiles.to(CODE), tiles.new_empty(shape)
-    amax = torch.maximum(tiles.amax(dims, keepdim=True), -tiles.amin(dims, keepdim=True))
+def _tiles(counts: Sequence[int]) -> Iterator[slice]:
+    """Rows of each tile: up to 128 of one group."""
+    start = 0
+    for count in counts:
+        for row in range(start, start + count, BLOCK):
+            yield slice(row, min(row + BLOCK, start + count))
+        start += count
+
+
+def _widened_tiles(x: Tensor, x_scale: Tensor | None, tiles: Sequence[slice]) -> Tensor:
+    """Consecutive tiles of rows in fp32, each filled up with zeros: [tiles, 128, D]."""
+    first, last = tiles[0].start, tiles[-1].stop
+    if x_scale is None:
+        wide = x[first:last].to(torch.float32, copy=True)
+    else:
+        wide = dequantize_rows(x[first:last], x_scale[:, first:last])
+    if len(wide) < len(tiles) * BLOCK:
+        rows, wide = wide, wide.new_zeros(len(tiles) * BLOCK, wide.shape[1])
+        for i, tile in enumerate(tiles):
+            wide[i * BLOCK : i * BLOCK + tile.stop - tile.start] = rows[tile.start - first : tile.stop - first]
+    return wide.unflatten(0, (len(tiles), BLOCK))
+
+
+def _amax_by_tile(x: Tensor) -> Tensor:
+    """Largest number of each tile of 128 in a row: x [..., D], not negative -> [..., ceil(D/128)]."""
+    whole = x.shape[-1] // BLOCK
+    parts = [x[..., : whole * BLOCK].unflatten(-1, (whole, BLOCK)).amax(-1)] if whole else []
+    parts += [x[..., whole * BLOCK :].amax(-1, keepdim=True)] if x.shape[-1] % BLOCK else []
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _amax_by_block(x: Tensor) -> Tensor:
+    """[O, I] -> [ceil(O/128), ceil(I/128)]."""
+    return _amax_by_tile(_amax_by_tile(x).T).T
+
+
+def _amax_by_column(x: Tensor) -> Tensor:
+    """[tiles, 128, D] -> [tiles, D]."""
+    return x.amax(1)
+
+
+def _scales(x: Tensor, amax_of: Callable[[Tensor], Tensor], smallest_amax: float, power_of_two: bool) -> Tensor:
+    """The scales of the tiles of fp32 numbers whose largest magnitudes `amax_of` finds. NaN enters none."""
+    amax = amax_of(x.abs())
     if amax.isnan().any():
-        amax = tiles.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dims, keepdim=True)
-    scale = scale_of(amax, smallest_amax, power_of_two)
-    return (tiles * (1 / scale)).clamp_(-E4M3_MAX, E4M3_MAX).to(CODE), scale
+        amax = amax_of(x.abs().nan_to_num_(nan=0.0, posinf=float("inf")))
+    return scale_of(amax, smallest_amax, power_of_two)
 
 
-def _fill(x: Tensor, dim: int) -> Tensor:
-    """x with zeros appended along dim -1 or -2 (or 1 of two) up to a multiple of 128."""
-    missing = -x.shape[dim] % BLOCK
-    if not missing:
-        return x
-    return F.pad(x, (0, missing) if dim in (-1, x.ndim - 1) else (0, 0, 0, missing))
+def _to_codes(wide: Tensor, factors: Tensor, codes: Tensor) -> None:
+    """codes [r, D] of fp32 numbers [r, D], which are overwritten, with scales [r, D/128]."""
+    codes.copy_(_times_scale(wide, 1 / factors).clamp_(-E4M3_MAX, E4M3_MAX))
 
 
 def _widen(codes: Tensor) -> Tensor:
@@ -140,12 +186,19 @@ def _widen(codes: Tensor) -> Tensor:
     if codes.device.type != "cpu":
         return codes.float()
     table = torch.arange(256, dtype=torch.uint8).view(CODE).float()
-    return table.index_select(0, codes.contiguous().view(torch.uint8).flatten().int()).view(codes.shape)
+    values = torch.empty(codes.shape)
+    flat, numbers = values.view(-1), codes.contiguous().view(torch.uint8).view(-1)
+    for start in range(0, len(flat), BLOCK_ELEMENTS):
+        part = slice(start, start + BLOCK_ELEMENTS)
+        torch.index_select(table, 0, numbers[part].int(), out=flat[part])
+    return values
 
 
 def _times_scale(values: Tensor, scale: Tensor) -> Tensor:
     """values [..., D] times scale [..., ceil(D/128)], in place."""
     whole = values.shape[-1] // BLOCK
-    values[..., : whole * BLOCK].unflatten(-1, (whole, BLOCK)).mul_(scale[..., :whole, None])
-    values[..., whole * BLOCK :].mul_(scale[..., whole:])
+    if whole:
+        values[..., : whole * BLOCK].unflatten(-1, (whole, BLOCK)).mul_(scale[..., :whole, None])
+    if values.shape[-1] % BLOCK:
+        values[..., whole * BLOCK :].mul_(scale[..., whole:])
     return values
