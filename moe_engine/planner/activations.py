@@ -3,9 +3,8 @@
 Each tensor says which recompute makes it unnecessary. Tensor parallelism cuts what lies between a column-split and a
 row-split matrix; sequence parallelism cuts the rest along the tokens; context parallelism has already cut the tokens.
 
-Two ways of keeping: `engine` is this engine (expert weights multiply inside SwiGLU, so the output of the down
-projection is not kept; a token crosses once per rank); `megatron` keeps the output rows of the experts and a copy of
-the shared expert's input.
+This is what Megatron keeps, with the output rows of the experts and a copy of the shared expert's input; what this
+engine keeps is in `engine_kept`.
 
 Sources: Korthikanti et al. (arXiv 2205.05198, section 4) for the dense block, its 34 sbh and 5 as²b; DeepSeek-V3
 (arXiv 2412.19437, section 3.2.3) and Megatron-Core's MoE paper (arXiv 2603.07685) for what recompute is worth.
@@ -15,44 +14,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.config.errors import ConfigError
 from moe_engine.planner.architecture import Architecture
-from moe_engine.planner.routing import distinct_ranks
 from moe_engine.planner.strategy import Strategy
-
-KEEPING = ("engine", "megatron")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor kept for backward. `by`: the parts of RECOMPUTE that make it unnecessary, besides `full`."""
+    """A tensor kept for backward. `by`: the parts of RECOMPUTE that make it unnecessary; `full` does too, unless it
+    `stays`. added_by: the parts of which one must be computed again for it to be kept at all; empty: it always is.
+    """
 
     name: str
     bytes: float
     by: tuple[str, ...] = ()
+    stays: bool = False
+    added_by: tuple[str, ...] = ()
 
 
-def block_tensors(
-    model: Architecture, strategy: Strategy, moe: bool, keeping: str = "engine", load: float = 1.0
-) -> list[Kept]:
+def block_tensors(model: Architecture, strategy: Strategy, moe: bool, load: float = 1.0) -> list[Kept]:
     """Everything that one block keeps of one micro-batch, nothing recomputed.
 
-    load: rows that arrive at this rank's experts over the mean (1: balanced). Raises ConfigError for an unknown
-    `keeping`.
+    load: rows that arrive at this rank's experts over the mean (1: balanced).
     """
-    if keeping not in KEEPING:
-        raise ConfigError(f"keeping={keeping}: no such way; use one of {', '.join(KEEPING)}")
     tensors = _attention_tensors(model, strategy)
     if moe:
-        return tensors + _moe_tensors(model, strategy, keeping, load)
+        return tensors + _moe_tensors(model, strategy, load)
     return tensors + _mlp_tensors(model, strategy, model.dense_hidden, "mlp")
 
 
 def kept_bytes(tensors: list[Kept], recompute: frozenset[str]) -> dict[str, float]:
     """The tensors that stay when `recompute` is computed again, by name."""
-    if "full" in recompute:
-        return {tensor.name: tensor.bytes for tensor in tensors[:1]}
-    return {tensor.name: tensor.bytes for tensor in tensors if not recompute.intersection(tensor.by)}
+    return {tensor.name: tensor.bytes for tensor in tensors if tensor.bytes and _stays(tensor, recompute)}
+
+
+def _stays(tensor: Kept, recompute: frozenset[str]) -> bool:
+    if tensor.added_by and not recompute.intersection(tensor.added_by):
+        return False
+    if "full" in recompute and not tensor.stays:
+        return False
+    return not recompute.intersection(tensor.by)
 
 
 def head_tensors(model: Architecture, strategy: Strategy) -> list[Kept]:
@@ -79,7 +79,7 @@ def _attention_tensors(model: Architecture, strategy: Strategy) -> list[Kept]:
     two, eight = 2.0 * tokens, (1.0 if strategy.precision.fp8_activations else 2.0) * tokens
     heads = model.num_heads / tp
     if model.kv_lora_rank:
-        tensors = [Kept("input", two * model.dim / cut)]
+        tensors = [Kept("input", two * model.dim / cut, stays=True)]
         if model.q_lora_rank:
             tensors += [
                 Kept("q_down", two * model.q_lora_rank / cut),
@@ -93,7 +93,7 @@ def _attention_tensors(model: Architecture, strategy: Strategy) -> list[Kept]:
         key_value_heads = heads
     else:
         tensors = [
-            Kept("input", two * model.dim / cut),
+            Kept("input", two * model.dim / cut, stays=True),
             Kept("norm1 out", eight * model.dim / cut, ("norm",)),
         ]
         up, key_value_heads = (), max(1.0, model.num_kv_heads / tp)
@@ -130,30 +130,25 @@ def _mlp_tensors(model: Architecture, strategy: Strategy, hidden: int, name: str
     return tensors
 
 
-def _moe_tensors(model: Architecture, strategy: Strategy, keeping: str, load: float) -> list[Kept]:
+def _moe_tensors(model: Architecture, strategy: Strategy, load: float) -> list[Kept]:
     tokens, cut = strategy.tokens / _sequence_cut(strategy), _sequence_cut(strategy)
     tp, two = strategy.layout.tp, 2.0 * tokens
     eight = 1.0 if strategy.precision.fp8_activations else 2.0
     tensors = [Kept("norm out", two * model.dim, ("norm",))]
     if model.shared_hidden:
-        if keeping == "megatron":
-            tensors.append(Kept("shared in", two * model.dim, ("norm",)))
         # the shared expert is cut by tensor parallelism: all tokens, part of the width
         tensors += [
+            Kept("shared in", two * model.dim, ("norm",)),
             Kept("shared up", eight * tokens * cut * model.up_factor * model.shared_hidden / tp, ("moe",)),
             Kept("shared act", eight * tokens * cut * model.shared_hidden / tp, ("moe", "moe_act")),
         ]
     rows = tokens * model.top_k * load * strategy.etp
-    arriving = rows
-    if keeping == "engine" and strategy.dispatch != "expert":
-        arriving = tokens * distinct_ranks(model, strategy.layout.ep) * load * strategy.etp
-    tensors += [
+    return [
+        *tensors,
         Kept("probabilities", 2 * tokens * model.num_experts),
-        Kept("row map", 8 * tokens * model.num_experts if keeping == "megatron" else 12 * rows),
-        Kept("permuted input", eight * (rows if keeping == "megatron" else arriving) * model.dim, ("moe",)),
+        Kept("row map", 8 * tokens * model.num_experts),
+        Kept("permuted input", eight * rows * model.dim, ("moe",)),
         Kept("expert up", eight * rows * model.up_factor * model.expert_hidden / strategy.etp, ("moe",)),
         Kept("expert act", eight * rows * model.expert_hidden / strategy.etp, ("moe", "moe_act")),
+        Kept("unpermute input", 2 * rows * model.dim, ("moe",)),
     ]
-    if keeping == "megatron":
-        tensors.append(Kept("unpermute input", 2 * rows * model.dim, ("moe",)))
-    return tensors

@@ -39,7 +39,7 @@ class Architecture:
 
     gated: the MLP has gate and up (SwiGLU); otherwise one matrix up, one down (GeLU). biases: linear layers have them,
     and norms are LayerNorm with two vectors. learned_positions: rows of a position table, 0 for none.
-    shared_hidden: hidden width of the shared experts together.
+    shared_hidden: hidden width of the shared experts together. sigmoid_scores: the router's, else softmax.
     """
 
     vocab_size: int
@@ -66,6 +66,8 @@ class Architecture:
     num_groups: int = 1
     mtp_depth: int = 0
     tied_head: bool = False
+    sigmoid_scores: bool = True
+    normalized_weights: bool = True
 
     @property
     def num_moe_layers(self) -> int:
@@ -190,4 +192,6 @@ def architecture(model: ModelConfig) -> Architecture:
         num_groups=model.num_groups,
         mtp_depth=model.mtp_depth,
         tied_head=model.tied_head,
+        sigmoid_scores=model.score_function == "sigmoid",
+        normalized_weights=model.normalize_weights,
     )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from moe_engine.config.errors import ConfigError
+from moe_engine.planner import engine_kept
 from moe_engine.planner.activations import Kept, block_tensors, head_tensors, kept_bytes
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.stages import Cut, Held
@@ -19,6 +21,7 @@ from moe_engine.planner.strategy import Precision, Strategy
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 
+KEEPING = ("engine", "megatron")
 # More micro-batches than these many per stage change no peak: every schedule is in its steady state by then.
 STEADY = 2
 
@@ -100,7 +103,11 @@ def state_bytes(count: float, sharers: float, strategy: Strategy) -> StateBytes:
 
 
 def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[RankMemory]:
-    """The memory of each pipeline rank; `keeping` and `load` as in `activations.block_tensors`."""
+    """The memory of each pipeline rank. keeping: what is kept for backward, as this `engine` or as `megatron` does;
+    load: rows at the busiest rank's experts over the mean. Raises ConfigError for an unknown `keeping`.
+    """
+    if keeping not in KEEPING:
+        raise ConfigError(f"keeping={keeping}: no such way; use one of {', '.join(KEEPING)}")
     strategy = cut.strategy
     live = live_counts(strategy.schedule, strategy.layout.pp, _steady(strategy), strategy.virtual_stages)
     needs = _stage_needs(cut, keeping, load)
@@ -220,10 +227,13 @@ def _steady(strategy: Strategy) -> int:
 def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[dict[str, float], float]]:
     """For each stage, what it keeps of one micro-batch, by tensor, and what its blocks need while they compute."""
     model, strategy = cut.model, cut.strategy
-    tensors = {moe: block_tensors(model, strategy, moe, keeping, load) for moe in (False, True)[: 1 + cut.has_experts]}
+    sizes, as_engine = engine_kept.Sizes(model, strategy, load), keeping == "engine"
+    tensors = {
+        moe: engine_kept.block_tensors(sizes, moe) if as_engine else block_tensors(model, strategy, moe, load)
+        for moe in (False, True)[: 1 + cut.has_experts]
+    }
     kept = {moe: kept_bytes(found, strategy.recompute) for moe, found in tensors.items()}
     working = {moe: _working(found, kept[moe]) for moe, found in tensors.items()}
-    head = {tensor.name: tensor.bytes for tensor in head_tensors(model, strategy)}
     needs = []
     for spec in cut.stages:
         blocks = cut.blocks(spec)
@@ -231,10 +241,12 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[dict[str, fl
         for moe in sorted(set(blocks)):
             for name, size in kept[moe].items():
                 total[name] = total.get(name, 0.0) + size * blocks.count(moe)
-        if spec.first:
+        if as_engine:
+            total |= kept_bytes(engine_kept.stage_tensors(sizes, len(spec.mtp), spec.head), strategy.recompute)
+        elif spec.head:
+            total |= {each.name: each.bytes * (1 + len(spec.mtp)) for each in head_tensors(model, strategy)}
+        if spec.first and not as_engine:
             total["token ids"] = 8 * strategy.tokens
-        if spec.head:
-            total |= {name: size * (1 + len(spec.mtp)) for name, size in head.items()}
         needs.append((total, max((working[moe] for moe in set(blocks)), default=0.0)))
     return needs
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
 from moe_engine.layout import Layout
-from moe_engine.planner.activations import KEEPING
 from moe_engine.planner.architecture import Architecture, architecture
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.memory import KEEPING
 from moe_engine.planner.strategy import DISPATCH, RECOMPUTE, Overlap, Precision, Strategy
 from moe_engine.schedule import schedules
 

@@ -196,7 +196,7 @@ def check_feasibility(rows: Sequence[Feasibility]) -> tuple[int, int, int, int]:
     """(fitted and said so, fitted, did not fit and said so, did not fit)."""
     counts = [0, 0, 0, 0]
     for row in rows:
-        planned = max(rank.total for rank in rank_memory(cut(row.model, row.strategy)))
+        planned = max(rank.total for rank in rank_memory(cut(row.model, row.strategy), "megatron"))
         says = planned <= room(row.cluster)
         first = 0 if row.fits else 2
         counts[first] += says == row.fits
