@@ -78,10 +78,11 @@ class Sizes:
         )
 
 
-def block_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
-    """Everything that one block keeps, nothing recomputed."""
-    mlp = _moe_tensors(sizes) if moe else _mlp_tensors(sizes, sizes.model.dense_hidden, "mlp")
-    woven, own = sizes.woven, bool(sizes.model.shared_hidden or not moe)
+def block_tensors(sizes: Sizes, moe: bool, woven: bool = False) -> list[Kept]:
+    """Everything that one block keeps, nothing recomputed; `woven`: of a micro-batch in a pair."""
+    woven = woven and sizes.woven
+    mlp = _moe_tensors(sizes, woven) if moe else _mlp_tensors(sizes, sizes.model.dense_hidden, "mlp")
+    own = bool(sizes.model.shared_hidden or not moe)
     return [
         Kept("input", sizes.vectors, stays=True),
         _norm(sizes, "norm1 out", 1),
@@ -91,6 +92,28 @@ def block_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
         *mlp,
         Kept("woven: added by this rank", sizes.vectors if woven and own else 0.0, stays=True),
     ]
+
+
+def queued_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
+    """What the weight gradients of a block need that wait: input and output's gradient of each matrix."""
+    model, strategy, number = sizes.model, sizes.strategy, sizes.number
+    per_token, tokens = number / strategy.layout.tp, sizes.tokens
+    inputs = [tensor for tensor in block_tensors(sizes, moe) if tensor.name in _READ]
+    gradients = sum(matrix.outputs for matrix in model.attention()) * tokens * per_token
+    if moe:
+        rows = sizes.expert_rows * number
+        gradients += rows * (model.up_factor * model.expert_hidden + model.dim)
+        hidden = model.shared_hidden
+    else:
+        hidden = model.dense_hidden
+    gradients += tokens * per_token * model.up_factor * hidden + (sizes.vectors if hidden else 0.0)
+    kept = [Kept(f"queued: {tensor.name}", tensor.bytes, stays=True) for tensor in inputs]
+    return [*kept, Kept("queued: gradients", gradients, stays=True)]
+
+
+# What matrix products read, and so their weight gradients.
+_READ = ("norm1 out", "q_norm", "kv_norm", "attention out", "norm out", "mlp act", "shared act", "expert rows",
+         "expert act")  # fmt: skip
 
 
 def stage_tensors(sizes: Sizes, mtp: int, head: bool) -> list[Kept]:
@@ -157,7 +180,7 @@ def _mlp_tensors(sizes: Sizes, hidden: int, name: str) -> list[Kept]:
     return [Kept(f"{name} up", sizes.model.up_factor * size), Kept(f"{name} act", size, ("moe_act",))]
 
 
-def _moe_tensors(sizes: Sizes) -> list[Kept]:
+def _moe_tensors(sizes: Sizes, woven: bool) -> list[Kept]:
     model, rows = sizes.model, sizes.rows
     hidden = sizes.expert_rows * model.expert_hidden * sizes.read
     shared = _mlp_tensors(sizes, model.shared_hidden, "shared") if model.shared_hidden else []
@@ -168,7 +191,7 @@ def _moe_tensors(sizes: Sizes) -> list[Kept]:
         Kept("row weights", sizes.expert_rows * sizes.wide),
         Kept("expert up", model.up_factor * hidden),
         Kept("expert act", hidden, ("moe_act",)),
-        *(_woven_tensors(sizes) if sizes.woven else _arrived(sizes) if rows.ep > 1 else []),
+        *(_woven_tensors(sizes) if woven else _arrived(sizes) if rows.ep > 1 else []),
     ]
 
 

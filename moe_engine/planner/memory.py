@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.layout import StageSpec
 from moe_engine.planner import engine_kept
 from moe_engine.planner.activations import Kept, block_tensors, head_tensors, kept_bytes
 from moe_engine.planner.architecture import Architecture
@@ -22,6 +23,9 @@ from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 
 KEEPING = ("engine", "megatron")
+# A micro-batch after its forward; the same, cut in phases to be woven with another's backward; and after its input
+# gradient, when what the weight gradients need waits in the queue.
+STATES = ("whole", "woven", "queued")
 # More micro-batches than these many per stage change no peak: every schedule is in its steady state by then.
 STEADY = 2
 
@@ -112,14 +116,17 @@ def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[Ra
     live = live_counts(strategy.schedule, strategy.layout.pp, _steady(strategy), strategy.virtual_stages)
     needs = _stage_needs(cut, keeping, load)
     kept, working = [need[0] for need in needs], [need[1] for need in needs]
-    sizes = [sum(tensors.values()) for tensors in kept]
+    sizes = [[sum(tensors.values()) for tensors in states] for states in kept]
     ranks = []
     for pp, stages in enumerate(cut.placement.stages_of_rank):
-        counts = max(live[pp], key=lambda found: sum(sizes[s] * n for s, n in zip(stages, found, strict=True)))
+        flat = [size for stage in stages for size in sizes[stage]]
+        found = max(live[pp], key=lambda counts: sum(size * n for size, n in zip(flat, counts, strict=True)))
         activations: dict[str, float] = {}
-        for stage, count in zip(stages, counts, strict=True):
-            for name, size in kept[stage].items():
+        for place, count in enumerate(found):
+            for name, size in kept[stages[place // len(STATES)]][place % len(STATES)].items():
                 activations[name] = activations.get(name, 0.0) + size * count
+        activations = {name: size for name, size in activations.items() if size}
+        counts = tuple(sum(found[i : i + len(STATES)]) for i in range(0, len(found), len(STATES)))
         states, dense, experts = _states(cut, pp)
         ranks.append(
             RankMemory(
@@ -147,10 +154,11 @@ def least_states(cut: Cut) -> float:
 
 @lru_cache(maxsize=512)
 def live_counts(name: str, pp: int, micro_batches: int, virtual: int) -> list[list[tuple[int, ...]]]:
-    """For every rank, how many micro-batches of each of its stages it keeps, at all moments that can be its fullest.
+    """For every rank, how many micro-batches it keeps of each of its stages in each of STATES, stage by stage, at all
+    moments that can be its fullest.
 
-    Moments at which it keeps no more of any stage than at another are left out. A weight gradient still in the queue
-    keeps its micro-batch: memory is free after W.
+    Moments at which it keeps no more of any than at another are left out. A weight gradient still in the queue keeps
+    its micro-batch: memory is free after W.
     """
     lists = schedules.schedule(name, pp, micro_batches, virtual)
     return [
@@ -160,17 +168,23 @@ def live_counts(name: str, pp: int, micro_batches: int, virtual: int) -> list[li
 
 
 def _moments(actions: list[Action], stages: list[int]) -> set[tuple[int, ...]]:
-    """What a rank keeps right after each of its forwards."""
-    place = {stage: i for i, stage in enumerate(stages)}
-    live = [0] * len(stages)
+    """What a rank keeps right after each of its actions."""
+    pairs = [half for action in actions if action.kind is Kind.FB for half in action.halves()]
+    woven = {(half.stage, half.micro_batch) for half in pairs}
+    live = [0] * (len(STATES) * len(stages))
     found = set()
     for action in actions:
         for half in action.halves():
+            first = len(STATES) * stages.index(half.stage)
+            made = first + ((half.stage, half.micro_batch) in woven)
             if half.kind is Kind.F:
-                live[place[half.stage]] += 1
-                found.add(tuple(live))
-            elif half.kind is not Kind.I:
-                live[place[half.stage]] -= 1
+                live[made] += 1
+            elif half.kind is Kind.W:
+                live[first + 2] -= 1
+            else:
+                live[made] -= 1
+                live[first + 2] += half.kind is Kind.I
+        found.add(tuple(live))
     return found
 
 
@@ -224,31 +238,42 @@ def _steady(strategy: Strategy) -> int:
     return enough
 
 
-def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[dict[str, float], float]]:
-    """For each stage, what it keeps of one micro-batch, by tensor, and what its blocks need while they compute."""
+def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[str, float]], float]]:
+    """For each stage, what it keeps of one micro-batch in each of STATES, by tensor, and what one of its blocks needs
+    while it computes."""
     model, strategy = cut.model, cut.strategy
-    sizes, as_engine = engine_kept.Sizes(model, strategy, load), keeping == "engine"
-    tensors = {
-        moe: engine_kept.block_tensors(sizes, moe) if as_engine else block_tensors(model, strategy, moe, load)
-        for moe in (False, True)[: 1 + cut.has_experts]
-    }
-    kept = {moe: kept_bytes(found, strategy.recompute) for moe, found in tensors.items()}
-    working = {moe: _working(found, kept[moe]) for moe, found in tensors.items()}
+    kinds = (False, True)[: 1 + cut.has_experts]
+    if keeping == "engine":
+        sizes = engine_kept.Sizes(model, strategy, load)
+        states = [{moe: engine_kept.block_tensors(sizes, moe, woven) for moe in kinds} for woven in (False, True)]
+        states.append({moe: engine_kept.queued_tensors(sizes, moe) for moe in kinds})
+    else:
+        states = [{moe: block_tensors(model, strategy, moe, load) for moe in kinds}] * len(STATES)
+    kept = [{moe: kept_bytes(found, strategy.recompute) for moe, found in state.items()} for state in states]
+    working = {moe: _working(found, kept[0][moe]) for moe, found in states[0].items()}
     needs = []
     for spec in cut.stages:
-        blocks = cut.blocks(spec)
-        total: dict[str, float] = {}
-        for moe in sorted(set(blocks)):
-            for name, size in kept[moe].items():
-                total[name] = total.get(name, 0.0) + size * blocks.count(moe)
-        if as_engine:
-            total |= kept_bytes(engine_kept.stage_tensors(sizes, len(spec.mtp), spec.head), strategy.recompute)
-        elif spec.head:
-            total |= {each.name: each.bytes * (1 + len(spec.mtp)) for each in head_tensors(model, strategy)}
-        if spec.first and not as_engine:
-            total["token ids"] = 8 * strategy.tokens
-        needs.append((total, max((working[moe] for moe in set(blocks)), default=0.0)))
+        blocks, found = cut.blocks(spec), []
+        for state, of_block in zip(STATES, kept, strict=True):
+            total: dict[str, float] = {}
+            for moe in sorted(set(blocks)):
+                for name, size in of_block[moe].items():
+                    total[name] = total.get(name, 0.0) + size * blocks.count(moe)
+            if keeping != "engine":
+                total |= _of_megatron(cut, spec)
+            elif state != "queued":
+                total |= kept_bytes(engine_kept.stage_tensors(sizes, len(spec.mtp), spec.head), strategy.recompute)
+            found.append(total)
+        needs.append((found, max((working[moe] for moe in set(blocks)), default=0.0)))
     return needs
+
+
+def _of_megatron(cut: Cut, spec: StageSpec) -> dict[str, float]:
+    """What a stage keeps besides its blocks."""
+    found = {"token ids": 8 * cut.strategy.tokens} if spec.first else {}
+    if spec.head:
+        found |= {each.name: each.bytes * (1 + len(spec.mtp)) for each in head_tensors(cut.model, cut.strategy)}
+    return found
 
 
 def _working(tensors: list[Kept], kept: dict[str, float]) -> float:

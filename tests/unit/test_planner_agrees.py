@@ -1,0 +1,54 @@
+"""The planner's arithmetic against dry runs, which are the engine's own code: memory within 2%, messages to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_engine.config.load import load
+from moe_engine.config.schema import Config
+from moe_engine.config.validate import resolve, validate
+from moe_engine.dryrun.collectives import by_purpose
+from moe_engine.dryrun.run import dry_run
+from moe_engine.planner.collectives import step_bytes
+from moe_engine.planner.job import cut_of
+from moe_engine.planner.memory import rank_memory
+
+MINI = "model=mini_v3 model.num_layers=4 parallel.dp=4 parallel.ep=4"
+FAST = [
+    (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
+    ("model=mini_v3 model.num_layers=6 pipeline=zbv parallel.pp=2 parallel.dp=4 parallel.ep=2 recompute=full", 0, 1.0),
+    ("model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000 parallel.dp=8 parallel.ep=8", 0, 1.0),
+]
+MORE = [
+    (f"{MINI} pipeline=1f1b parallel.pp=2", 7, 1.0),
+    (f"{MINI} pipeline=dualpipe parallel.pp=2 recompute=full", 3, 1.0),
+    (f"{MINI} pipeline=dualpipe parallel.pp=2 recompute=selective", 0, 1.0),
+    (f"{MINI} pipeline=zb_h1 parallel.pp=2 recompute=selective model.q_lora_rank=64", 0, 1.0),
+    (f"{MINI} pipeline=gpipe parallel.pp=2 recompute=selective recompute.names=[attention]", 0, 1.0),
+    (f"{MINI} pipeline=interleaved_1f1b pipeline.virtual_stages=2 parallel.pp=2 model.tied_head=true", 0, 1.0),
+    (f"{MINI} parallel.pp=1 precision=fp32", 0, 1.0),
+    ("model=mixtral_8x7b model.num_layers=4 model.dim=256 model.vocab_size=1000 model.expert_hidden=512 "
+     "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=dualpipev", 0, 1.0),
+    ("model=deepseek_v2_lite model.num_layers=3 parallel.dp=8 parallel.ep=8", 3, 1.5),
+]  # fmt: skip
+
+
+def job(words: str) -> Config:
+    given = ["precision=bf16", *words.split(), "train.seq_len=1024", "train.micro_batch=1", "train.global_batch=32"]
+    config = load("train", [*given, "train.eval_sequences=0"])
+    validate(config)
+    return resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "load"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+)
+def test_arithmetic_agrees_with_a_dry_run(words: str, rank: int, load: float) -> None:
+    config = job(words)
+    cut, found = cut_of(config), dry_run(config, rank, load)
+    pp = cut.strategy.layout.coordinate(rank).pp
+    planned = rank_memory(cut, "engine", load)[pp]
+    for name, size in found.states.items():
+        assert getattr(planned, name) == pytest.approx(size, rel=0.02)
+    assert planned.activation_bytes == pytest.approx(found.kept, rel=0.02)
+    assert step_bytes(cut, pp, load) == by_purpose(found.collectives)
