@@ -30,6 +30,7 @@ class _GroupedLinear(torch.autograd.Function):
         d_weight = None
         if ctx.needs_input_grad[1]:
             kept = d_out if waits(ctx.queue, ctx.parameter) else wide
+            x = x.detach()  # with its graph, all that led to it would wait too
             d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: grouped_wgrad(kept, x, counts))
         return d_x, d_weight, None, None
 

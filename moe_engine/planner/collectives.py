@@ -129,7 +129,7 @@ def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
     slots = 1 if exact else min(model.top_k, model.num_experts // rows.ep)
     row, weight = model.dim * int(strategy.precision.parameter), max(4, int(strategy.precision.parameter))
     return {
-        "dispatch counts": 8 * rows.ep,
+        "dispatch counts": 2 * 8 * rows.ep,  # rows, and in how many rounds
         "dispatch": rows.sent * (row + slots * (4 + weight)),
         "dispatch backward": rows.received * (row + slots * weight),
         "combine": rows.received * row,

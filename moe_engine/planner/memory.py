@@ -26,8 +26,9 @@ KEEPING = ("engine", "megatron")
 # A micro-batch after its forward; the same, cut in phases to be woven with another's backward; and after its input
 # gradient, when what the weight gradients need waits in the queue.
 STATES = ("whole", "woven", "queued")
-# More micro-batches than these many per stage change no peak: every schedule is in its steady state by then.
-STEADY = 2
+# More micro-batches than these many per stage change no peak: every schedule is in its steady state by then, and those
+# of pairs have all kinds of them.
+STEADY = 4
 
 
 @dataclass(frozen=True)

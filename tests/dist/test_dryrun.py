@@ -10,10 +10,16 @@ from layouts import Case, config_of
 from live_bytes import LiveBytes
 from ranks import run_ranks
 
+from moe_engine.config.load import load
 from moe_engine.config.schema import Config
-from moe_engine.config.validate import resolve
+from moe_engine.config.validate import resolve, validate
 from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.dryrun.collectives import by_purpose
 from moe_engine.dryrun.run import Moments, dry_run, set_routing, whole_rows
+from moe_engine.layout import Layout
+from moe_engine.planner.collectives import step_bytes
+from moe_engine.planner.job import cut_of
+from moe_engine.planner.memory import rank_memory
 from moe_engine.schedule import pair
 from moe_engine.trainer import Trainer
 
@@ -33,9 +39,9 @@ MORE = [
 CASES = [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 
 
-def _measured(rank: int, case: Case) -> dict[str, Any]:
+def _measured(rank: int, config: Config) -> dict[str, Any]:
     """One step on a real rank with the routing and the rows of a dry run."""
-    config, log = resolve(config_of(case)), CollectiveLog()
+    log = CollectiveLog()
     with LiveBytes() as live:
         trainer = Trainer(config, rank, torch.device("cpu"), log)
         set_routing(trainer, 1.0)
@@ -50,13 +56,47 @@ def _measured(rank: int, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_dry_run_holds_keeps_and_sends_what_a_rank_does(case: Case) -> None:
-    config, measured = resolve(config_of(case)), run_ranks(case.world, _measured, case)
+    config = resolve(config_of(case))
+    measured = run_ranks(case.world, _measured, config)
     for rank in sorted({0, case.world - 1}):
         real, found = measured[rank], dry_run(config, rank)
         assert found.states == real["states"]
         assert found.collectives == real["log"]
         most = max(real["kept"])
         assert -_in_flight(config) - 0.005 * most <= found.kept - most <= 0.005 * most
+
+
+MINI = "model=mini_v3 model.num_layers=4"
+LAYOUTS = [
+    "parallel.dp=1",
+    "parallel.dp=4 parallel.ep=4",
+    "parallel.pp=2 parallel.dp=2 parallel.ep=2",
+    "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline=dualpipe",
+    "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline=zbv model.num_layers=6 recompute=full",
+    "parallel.pp=4 parallel.ep=1 pipeline=zb_h1 recompute=selective",
+    "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=interleaved_1f1b pipeline.virtual_stages=2",
+    "parallel.dp=8 parallel.ep=8 precision=fp32",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_planned_bytes_are_those_of_real_ranks(words: str) -> None:
+    """Parameters, gradients, master, moments and kept activations within 2%, bytes of collectives to the last."""
+    sizes = ["precision=bf16", "train.seq_len=256", "train.micro_batch=1", "train.global_batch=16"]
+    config = load("train", [*MINI.split(), *sizes, "train.eval_sequences=0", *words.split()])
+    validate(config)
+    config = resolve(config)
+    cut, layout = cut_of(config), Layout.of(config.parallel)
+    plans = rank_memory(cut)
+    for rank, real in enumerate(run_ranks(layout.world, _measured, config)):
+        pp = layout.coordinate(rank).pp
+        for name, size in real["states"].items():
+            assert getattr(plans[pp], name) == pytest.approx(size, rel=0.02)
+        most, planned = max(real["kept"]), plans[pp].activation_bytes
+        print(f"{words} | {rank} | {most / 1e6:.3f} | {planned / 1e6:.3f} | {planned / most - 1:+.2%}")
+        assert planned == pytest.approx(most, rel=0.02, abs=_in_flight(config))
+        assert step_bytes(cut, pp) == by_purpose(real["log"])
 
 
 def _in_flight(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against dry runs, which are the engine's own code: memory within 2%, messages to the byte."""
+"""The planner's arithmetic against dry runs, the engine's own code: memory within 2%, messages to the byte."""
 
 from __future__ import annotations
 
