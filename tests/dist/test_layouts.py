@@ -86,7 +86,7 @@ def over_contexts() -> list[Case]:
     schedules_ = ("1f1b", "split_1f1b", "zb_h1", "dualpipe", "overlapped_1f1b", "zbv", "dualpipev", "gpipe")
     variants: tuple[dict[str, object], ...] = (
         {"padding": True}, {"tied": True}, {"skew": True}, {"recompute": "full"}, {"recompute": "selective"},
-        {"mtp_depth": 2}, {"combine": "exact"}, {"z_loss": True, "micro_batch": 2},
+        {"mtp_depth": 2}, {"combine": "exact"}, {"z_loss": True, "micro_batch": 2, "tied": True},
     )  # fmt: skip
     found = []
     forms = [("v3_heads", "kv"), ("v3_heads", "latent"), ("v3_yarn", "latent"), ("qwen3_heads", "kv")]
@@ -97,12 +97,12 @@ def over_contexts() -> list[Case]:
             continue  # it has two heads
         schedule = schedules_[number % 8]
         pp, ep = 1 + (cp == 2 and schedule != "dualpipev"), (1, 2, cp)[number % 3]
-        if schedule == "zbv" and pp == 1:
-            schedule = "zb_h1"
+        if pp == 1:  # which some schedules are not for
+            schedule = {"zbv": "zb_h1", "dualpipe": "dualpipev"}.get(schedule, schedule)
         case = Case(pp=pp, cp=cp, ep=ep, schedule=schedule, model=model, exchange=exchange, payload=payload)
         found.append(replace(case, **variants[(number + number // 8) % 8]))
     found.append(Case(dp=2, cp=2, ep=4, pp=2, schedule="dualpipe", payload="latent", padding=True))
-    return [replace(case, steps=3) for case in found]
+    return [replace(case, steps=3, total_steps=3) for case in found]
 
 
 @pytest.mark.parametrize("case", FEW + FEATURES, ids=str)
