@@ -53,12 +53,16 @@ PADDED = Kind("a_rank_of_padding_alone", padded={0: 5, 1: 0, 2: 8, 3: 1})
 SKEWED = Kind("everything_goes_to_one_rank", skew=True, valid={1: 0.5})
 LARGE = Kind("only_the_logits_count", valid=dict.fromkeys(range(ROWS), 0.0), padded={1: 3}, aux_weight=0, z_weight=0.01)
 KINDS = [SINGLE, NONE, IGNORED, PADDED, SKEWED, LARGE]
-LAYOUTS = [(1, 4, 4), (2, 2, 2), (4, 1, 1)]  # pp, dp, ep
+LAYOUTS = [(1, 4, 4, 1), (2, 2, 2, 1), (4, 1, 1, 1), (1, 1, 4, 4), (1, 2, 2, 2)]  # pp, dp, ep, cp
 
 
-def make_config(kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, tied: bool | None = None) -> Config:
+def make_config(
+    kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, cp: int = 1, tied: bool | None = None
+) -> Config:
     """The harness's model made smaller; with a tied head at pp=4, where no two stages are on one rank."""
-    config = config_of(Case(pp=pp, dp=dp, ep=ep, schedule="split_1f1b" if dp > 1 else "1f1b"))
+    payload = "latent" if cp == 4 else "kv"
+    schedule = "split_1f1b" if dp > 1 else "1f1b"
+    config = config_of(Case(pp=pp, dp=dp, cp=cp, ep=ep, schedule=schedule, payload=payload))
     config.model = replace(config.model, num_layers=3, dim=16, tied_head=pp == 4 if tied is None else tied)
     config.moe = replace(config.moe, aux_loss_weight=kind.aux_weight, z_loss_weight=kind.z_weight)
     config.moe.combine = "exact" if ep == 4 else "dedup"
@@ -100,9 +104,10 @@ def _run(rank: int, jobs: list[tuple[Config, Kind]]) -> list[dict[str, Any]]:
     for config, kind in jobs:
         trainer = Trainer(config, rank, torch.device("cpu"))
         set_biases(trainer, kind)
-        own = ROWS // trainer.groups.data.size
-        first = trainer.groups.data.rank * own
-        batch = make_batch(kind)
+        layout, cp = trainer.groups.layout, trainer.groups.cp
+        own = ROWS // layout.dp
+        first = layout.coordinate(rank).dp * own
+        batch = make_batch(kind).share(cp.rank, cp.size)
         for shard in trainer.optimizer.named_shards():
             expected = initial_values(config.model.tied_head)[shard.name].view(-1)[shard.start : shard.end]
             assert torch.equal(shard.states["master"], expected), shard.name
@@ -127,12 +132,12 @@ def whole(ranks: list[list[tuple[str, int, torch.Size, Tensor]]]) -> dict[str, T
 
 
 @cache
-def runs(layout: tuple[int, int, int]) -> dict[str, list[dict[str, Any]]]:
+def runs(layout: tuple[int, int, int, int]) -> dict[str, list[dict[str, Any]]]:
     """All kinds in one layout, by kind: what each rank found."""
-    pp, dp, ep = layout
+    pp, dp, ep, cp = layout
     initial_values(pp == 4)  # made here, so that the ranks need not
-    jobs = [(make_config(kind, pp, dp, ep), kind) for kind in KINDS]
-    results = run_ranks(pp * dp, _run, jobs, time_limit=40.0)
+    jobs = [(make_config(kind, pp, dp, ep, cp), kind) for kind in KINDS]
+    results = run_ranks(pp * dp * cp, _run, jobs, time_limit=40.0)
     return {kind.name: [result[i] for result in results] for i, kind in enumerate(KINDS)}
 
 
@@ -174,7 +179,7 @@ def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_odd_batches_equal_the_plain_model_in_every_layout(layout: tuple[int, int, int], kind: Kind) -> None:
+def test_odd_batches_equal_the_plain_model_in_every_layout(layout: tuple[int, int, int, int], kind: Kind) -> None:
     """Losses, every raw gradient, the norm and the counts; evaluation in many batches and in one gives that loss."""
     found = runs(layout)[kind.name]
     expected, expected_gradients = truth(kind, tied=layout[0] == 4)
@@ -196,7 +201,7 @@ def test_odd_batches_equal_the_plain_model_in_every_layout(layout: tuple[int, in
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_without_targets_the_loss_is_zero_and_only_balance_is_left(layout: tuple[int, int, int]) -> None:
+def test_without_targets_the_loss_is_zero_and_only_balance_is_left(layout: tuple[int, int, int, int]) -> None:
     found = runs(layout)[IGNORED.name]
     for result in (each["result"] for each in found):
         assert (result.loss, result.mtp_losses) == (0.0, (0.0,))
@@ -220,7 +225,7 @@ class RouterInputs(PlainV3):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_last_routers_gradient_from_the_balance_loss_is_coefficient_times_the_formula(
-    layout: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
 ) -> None:
     """d/d logit_j of sum_i f_i P_i is (f_j - sum_i f_i s'_i) s'_j (1 - s_j) / n; no later layer adds to it."""
     gradients = whole([each["gradients"] for each in runs(layout)[IGNORED.name]])
@@ -242,7 +247,7 @@ def test_the_last_routers_gradient_from_the_balance_loss_is_coefficient_times_th
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_last_routers_gradient_from_the_z_loss_is_coefficient_times_the_formula(
-    layout: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
 ) -> None:
     """d/d logit_j of logsumexp^2 is 2 logsumexp softmax_j; the mean is over the tokens that are no padding."""
     gradients = whole([each["gradients"] for each in runs(layout)[LARGE.name]])
@@ -259,7 +264,7 @@ def test_the_last_routers_gradient_from_the_z_loss_is_coefficient_times_the_form
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_idle_experts_have_zero_gradients(layout: tuple[int, int, int]) -> None:
+def test_idle_experts_have_zero_gradients(layout: tuple[int, int, int, int]) -> None:
     gradients = whole([each["gradients"] for each in runs(layout)[SKEWED.name]])
     experts = {name: g for name, g in gradients.items() if ".experts." in name}
     idle = {name for name in experts if int(name.split(".experts.")[1].split(".")[0]) >= 3}
