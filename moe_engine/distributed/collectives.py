@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_engine.distributed.lost import explain
+
 
 @dataclass(frozen=True)
 class CollectiveRecord:
@@ -149,10 +151,20 @@ class Communicator:
         return self  # a process group cannot be copied: a copied layer talks over the same one
 
     def _record(self, op: str, label: str, tensor: Tensor) -> AbstractContextManager[None]:
-        """Log the operation; what is returned is to be entered around the wait for it."""
-        if self.log is None:
-            return nullcontext()
-        return self.log.waiting(self.log.add(op, self.name, label, tensor))
+        """Log the operation; what is returned is to be entered around the wait for it.
+
+        There a failure becomes a RankLostError, which names the operation and the ranks that no longer answer.
+        """
+        waiting = nullcontext() if self.log is None else self.log.waiting(self.log.add(op, self.name, label, tensor))
+        return self._answered(f"{self.name} {op} {label}".rstrip(), waiting)
+
+    @contextmanager
+    def _answered(self, what: str, waiting: AbstractContextManager[None]) -> Iterator[None]:
+        try:
+            with waiting:
+                yield
+        except RuntimeError as error:
+            raise explain(what, self.ranks, error) from error
 
     @torch.no_grad()
     def all_reduce_sum(self, x: Tensor, label: str = "") -> Tensor:

@@ -1,0 +1,46 @@
+"""Who is missing when an exchange fails.
+
+A rank that dies takes the others' exchanges with it, and a backend's error names a socket at best. So whoever sees an
+exchange fail says so in the store where the ranks once met, and looks who else did: a living rank's own exchanges fail
+within moments too, and it comes as well. Who does not come is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+ROLL_CALL_S = 5.0  # how long the others have to come
+
+
+class RankLostError(RuntimeError):
+    """An exchange failed; the message names it, and the ranks that no longer answer."""
+
+
+def explain(what: str, ranks: Sequence[int], error: Exception) -> RankLostError:
+    """The error to raise for a failed exchange `what` among `ranks`."""
+    reason = str(error).partition("\n")[0]
+    try:
+        silent = _roll_call(ranks)
+    except (RuntimeError, ValueError) as failure:
+        return RankLostError(
+            f"{what}: {reason}; nor does the place where the ranks met ({str(failure).splitlines()[0]})"
+        )
+    if silent:
+        who = f"rank {silent[0]} no longer answers" if len(silent) == 1 else f"ranks {silent} no longer answer"
+        return RankLostError(f"{what}: {who} ({reason})")
+    return RankLostError(f"{what}: {reason}; all of its ranks still answer")
+
+
+def _roll_call(ranks: Sequence[int]) -> list[int]:
+    """Those of `ranks` that have not come in time."""
+    store: Any = getattr(dist.distributed_c10d, "_get_default_store")()  # noqa: B009 - torch types it as its own
+    store.set(f"roll call {dist.get_rank()}", "here")
+    silent, end = list(ranks), time.monotonic() + ROLL_CALL_S
+    while silent and time.monotonic() < end:
+        silent = [rank for rank in silent if not store.check([f"roll call {rank}"])]
+        time.sleep(0.05)
+    return silent

@@ -1,0 +1,64 @@
+"""A killed rank: the others end with an error that names it, within the time limit, in whatever exchange they stand."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_engine import MoEConfig, MoELayer
+from moe_engine.distributed import groups, lost
+from moe_engine.distributed.collectives import Communicator
+from moe_engine.distributed.groups import Maker, ep_nodes
+from moe_engine.layout import Layout
+
+WORLD, TIME_LIMIT = 4, 60.0
+
+
+def _rank(rank: int, folder: Path, way: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
+    groups.start(torch.device("cpu"), f"file://{folder}/rendezvous", timeout_s=TIME_LIMIT)
+    ep = Communicator("ep", range(WORLD), rank, dist.group.WORLD)
+    nodes = ep_nodes(Layout(dp=WORLD, ep=WORLD, ranks_per_node=2), Maker(rank, None))
+    config = MoEConfig(8, 8, 8, 4, dispatch=way, wire="fp8")
+    layer = MoELayer(config, ep=ep, ep_nodes=nodes)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    try:
+        out = layer(x)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.sum().backward()
+        layer(x)
+    except lost.RankLostError as error:
+        (folder / f"error{rank}").write_text(str(error))
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "hierarchical"])
+def test_the_others_name_a_killed_rank(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost, "ROLL_CALL_S", 3.0)
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    start = time.monotonic()
+    ranks = [fork.Process(target=_rank, args=(rank, tmp_path, way), daemon=True) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(max(0.0, start + TIME_LIMIT - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    assert codes == [3, 3, -signal.SIGKILL, 3]
+    texts = [(tmp_path / f"error{rank}").read_text() for rank in (0, 1, 3)]
+    assert any("rank 2 no longer answers" in text for text in texts)
+    # With two hops some rank exchanges with others alone: it loses them because they lost rank 2.
+    assert way == "hierarchical" or all("rank 2 no longer answers" in text for text in texts)
