@@ -253,7 +253,7 @@ def test_moving_experts_changes_no_mathematics(case: Case) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_moving_experts_changes_no_bit_with_exact_combine(precision: str) -> None:
     """Losses, gradients, norms, biases, masters and moments."""
-    case = Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", precision=precision)
+    case = Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", precision=precision, steps=3)
     moved = run(replace(case, placement=1))
     assert sum(step["moved"] for step in moved.steps) > 10
     worst = differences(run(case), moved)
