@@ -3,7 +3,8 @@
 For a few heads of one row at a time, a block of queries meets a tile of keys: scores, softmax and their gradients are
 made, used and forgotten while they are in the second-level cache, so memory grows with the length and not with its
 square. Forward takes the softmax online (Milakov and Gimelshein, arXiv 1805.02867) and keeps its log-sum-exp; backward
-makes it again from that (Dao et al., arXiv 2205.14135). What a query may see is told by places and documents
+makes it again from that (Dao et al., arXiv 2205.14135), but for up to one tile of keys, where it is kept: to read it is
+faster. What a query may see is told by places and documents
 (`Visible`), so the queries of one part of a sequence can meet the keys of another, as context parallel ranks do;
 tiles where nothing is seen are skipped, and only tiles on an edge are masked.
 
@@ -35,8 +36,13 @@ QUERY_BLOCK = 64  # smaller ones skip more of what is not seen, and multiply slo
 LONG_QUERY_BLOCK = 128  # for more keys than one tile
 KEY_TILE = 512
 HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
+LONG_HEADS = 2  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 FILL = 4  # columns added to queries and keys in backward: one is used, the others keep the width a multiple of 4
+
+
+# The softmax by (row, first key head, first query): of a few heads and a block of queries, [heads, rows, keys].
+Kept = dict[tuple[int, int, int], Tensor]
 
 
 class Step(NamedTuple):
@@ -170,13 +176,20 @@ def _keys(tile: int, first: int, last: int, length: int) -> slice:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dtype: torch.dtype | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the visible keys, and the logarithm of the softmax's denominator.
 
     q [B, Sq, H, d], k [B, Sk, G, d], v [B, Sk, G, e] -> out [B, Sq, H, e] in `dtype` (None: v's), lse [B, Sq, H] in
     fp32 (fp64). G divides H: head g of keys and values serves query heads g H/G … (g+1) H/G - 1. A query without a
-    visible key gives 0 and -inf. Not recorded by autograd. Of tensors without data (device `meta`) only sizes come.
+    visible key gives 0 and -inf. `kept` is filled with the softmax for backward: only where there is one tile of keys.
+    Not recorded by autograd. Of tensors without data (device `meta`) only sizes come.
     """
     (B, Sq, H, _), G, e = q.shape, k.shape[2], v.shape[-1]
     out = torch.zeros(B, Sq, H, e, dtype=dtype or v.dtype, device=q.device)
@@ -188,8 +201,11 @@ def attention_forward(
         operands = k_.transpose(1, 2), v_, visible, b, scratch
         to, lse_to = (x[b, :, queries].unflatten(1, q_.shape[:2]) for x in (out, lse))  # [Sq, heads, H/G, …]
         for rows, steps in itertools.groupby(visible.steps_of(b), key=lambda step: step.queries):
-            block, sums, top = _online(_cut(q_, 2, rows).flatten(1, 2), *operands, steps)
-            block.div_(sums.clamp(min=1))  # 1 at least where any key is seen: the greatest score's own
+            block, sums, top, weights = _online(_cut(q_, 2, rows).flatten(1, 2), *operands, steps, kept is not None)
+            at_least_1 = sums.clamp(min=1)  # as they are where any key is seen: the greatest score's own is 1
+            block.div_(at_least_1)
+            if kept is not None:
+                kept[b, heads.start, rows.start] = weights.div_(at_least_1)
             shape = (H // G, rows.stop - rows.start)
             _cut(to, 0, rows).copy_(block.unflatten(1, shape).permute(2, 0, 1, 3))
             _cut(lse_to, 0, rows).copy_(top.add_(sums.log_()).squeeze(2).unflatten(1, shape).permute(2, 0, 1))
@@ -199,15 +215,17 @@ def attention_forward(
 
 
 def _online(
-    q: Tensor, k_t: Tensor, v: Tensor, visible: Visible, b: int, scratch: _Scratch, steps: Iterator[Step]
+    q: Tensor, k_t: Tensor, v: Tensor, visible: Visible, b: int, scratch: _Scratch, steps: Iterator[Step], keep: bool
 ) -> list[Tensor]:
     """Softmax over the tiles of the steps: q [heads, R, d], k_t [heads, d, Sk], v [heads, Sk, e].
 
-    Returns exp(scores - top) v [heads, R, e], the sums of exp(scores - top) and top, the greatest score [heads, R, 1].
+    Returns exp(scores - top) v [heads, R, e], the sums of exp(scores - top), top, the greatest score [heads, R, 1], and
+    exp(scores - top) of the last tile, in memory of its own if `keep`.
     """
     found: list[Tensor] = []
     for step in steps:
-        scores = scratch.product("scores", q, _cut(k_t, 2, step.keys))
+        keys = _cut(k_t, 2, step.keys)
+        scores = torch.bmm(q, keys) if keep else scratch.product("scores", q, keys)
         _hide(scores, visible, b, step)
         top = scores.amax(dim=2, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # finite: -inf - -inf is NaN
         if found:
@@ -215,12 +233,12 @@ def _online(
         weights = scores.sub_(top).exp_()
         added = weights.sum(dim=2, keepdim=True)
         if found:
-            block, sums, last_top = found
+            block, sums, last_top, _ = found
             shrink = last_top.sub_(top).exp_()
             block.mul_(shrink).baddbmm_(weights, _cut(v, 1, step.keys))
-            found = [block, sums.mul_(shrink).add_(added), top]
+            found = [block, sums.mul_(shrink).add_(added), top, weights]
         else:
-            found = [scratch.product("block", weights, _cut(v, 1, step.keys)), added, top]
+            found = [scratch.product("block", weights, _cut(v, 1, step.keys)), added, top, weights]
     return found
 
 
@@ -235,37 +253,44 @@ def attention_backward(
     scale: float,
     d_lse: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through `attention_forward`, in `dtype` (None: each tensor's own).
 
     out [B, Sq, H, e] and lse [B, Sq, H] may be those of more keys than k has here: then the results are the share of
-    these keys, and shares add up. d_lse [B, Sq, H]: gradient of lse, if it has one.
+    these keys, and shares add up. d_lse [B, Sq, H]: gradient of lse, if it has one; `kept`: what forward filled, then
+    without d_lse.
     """
     d, e = q.shape[3], v.shape[3]
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in (q, k, v))
 
     def attend(scratch: _Scratch, b: int, heads: slice, queries: slice) -> None:
-        d_out_ = scratch.grouped("d_out", d_out[b, :, queries], heads, FILL)
-        mean = scratch.grouped("out", out[b, :, queries], heads).mul_(d_out_[..., :e]).sum(dim=-1)  # [heads, H/G, Sq]
-        if d_lse is not None:
-            mean -= scratch.grouped("d_lse", d_lse[b, :, queries, None], heads).squeeze(-1)
-        d_out_[..., e] = mean.neg_()
-        q_ = scratch.grouped("q", q[b, :, queries], heads, FILL).mul_(scale)
-        log_sums = scratch.grouped("lse", lse[b, :, queries, None], heads).squeeze(-1)
-        q_[..., d] = log_sums.masked_fill_(log_sums == -math.inf, 0).neg_()
-        k_, v_ = scratch.wide("k", k[b, :, heads], FILL), scratch.wide("v", v[b, :, heads], FILL)
-        k_[..., d], v_[..., e] = 1, 1
+        fill = FILL if kept is None else 0
+        d_out_ = scratch.grouped("d_out", d_out[b, :, queries], heads, fill)
+        q_ = scratch.grouped("q", q[b, :, queries], heads, fill).mul_(scale)
+        k_, v_ = scratch.wide("k", k[b, :, heads], fill), scratch.wide("v", v[b, :, heads], fill)
+        if kept is None:
+            mean = scratch.grouped("out", out[b, :, queries], heads).mul_(d_out_[..., :e]).sum(dim=-1)
+            if d_lse is not None:
+                mean -= scratch.grouped("d_lse", d_lse[b, :, queries, None], heads).squeeze(-1)
+            log_sums = scratch.grouped("lse", lse[b, :, queries, None], heads).squeeze(-1)
+            d_out_[..., e], q_[..., d] = mean.neg_(), log_sums.masked_fill_(log_sums == -math.inf, 0).neg_()
+            k_[..., d], v_[..., e] = 1, 1
         d_q_ = scratch("d_q", (*q_.shape[:-1], d)).zero_()
         d_k_, d_v_ = scratch("d_k", (*k_.shape[:-1], d)).zero_(), scratch("d_v", (*v_.shape[:-1], e)).zero_()
         plain_k, k_t, v_t = k_[..., :d], k_.transpose(1, 2), v_.transpose(1, 2)
         # Tile by tile, so that the gradients of a tile's keys stay in the cache.
         for step in sorted(visible.steps_of(b), key=lambda step: step.keys.start // KEY_TILE):
             q_rows, d_rows = _cut(q_, 2, step.queries).flatten(1, 2), _cut(d_out_, 2, step.queries).flatten(1, 2)
-            p = scratch.product("scores", q_rows, _cut(k_t, 2, step.keys))
-            _hide(p, visible, b, step)
-            p.exp_()
+            if kept is None:
+                p = scratch.product("scores", q_rows, _cut(k_t, 2, step.keys))
+                _hide(p, visible, b, step)
+                p.exp_()
+            else:
+                p = kept[b, heads.start, step.queries.start]
             _cut(d_v_, 1, step.keys).baddbmm_(p.transpose(1, 2), d_rows[..., :e])
-            d_scores = scratch.product("d_scores", d_rows, _cut(v_t, 2, step.keys)).mul_(p)
+            d_scores = scratch.product("d_scores", d_rows, _cut(v_t, 2, step.keys))
+            d_scores = d_scores.mul_(p) if kept is None else torch._softmax_backward_data(d_scores, p, 2, p.dtype)
             _cut(d_k_, 1, step.keys).baddbmm_(d_scores.transpose(1, 2), q_rows[..., :d])
             block = scratch.product("block", d_scores, _cut(plain_k, 1, step.keys))
             _cut(d_q_, 2, step.queries).add_(block.unflatten(1, (q_.shape[1], -1)))
@@ -318,7 +343,7 @@ def _for_heads(attend: Callable[[_Scratch, int, slice, slice], None], q: Tensor,
     (B, Sq, H, _), (_, Sk, G, _) = q.shape, k.shape
     if q.is_meta:
         return
-    at_once = max(1, HEADS * G // H)
+    at_once = max(1, (HEADS if Sk <= KEY_TILE else LONG_HEADS) * G // H)
     pieces = []
     for b in range(B):
         visible.steps_of(b)  # found here, not by several threads at once
@@ -351,18 +376,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(q, k, v, visible, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.visible, ctx.scale = visible, scale
+        keep = k.shape[1] <= KEY_TILE and any(ctx.needs_input_grad) and not q.is_meta
+        kept: Kept | None = {} if keep else None
+        out, lse = attention_forward(q, k, v, visible, scale, kept=kept)
+        ctx.places = sorted(kept or {})
+        ctx.save_for_backward(q, k, v, out, lse, *((kept or {})[place] for place in ctx.places))
+        ctx.visible, ctx.scale, ctx.keep = visible, scale, keep
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (d_out, d_lse), (q, k, v, out, lse) = grads, ctx.saved_tensors
+        (d_out, d_lse), (q, k, v, out, lse, *softmax) = grads, ctx.saved_tensors
+        kept = dict(zip(ctx.places, softmax, strict=True)) if ctx.keep and d_lse is None else None
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        return *attention_backward(d_out, q, k, v, out, lse, ctx.visible, ctx.scale, d_lse), None, None
+        return *attention_backward(d_out, q, k, v, out, lse, ctx.visible, ctx.scale, d_lse, kept=kept), None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
