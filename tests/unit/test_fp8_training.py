@@ -92,19 +92,26 @@ def test_every_layer_and_expert_multiplies_codes_and_nothing_beside(monkeypatch:
     assert len(blocks) == 2 * matrices
 
 
-@pytest.mark.parametrize("shift", [15, 40])
-def test_gradients_of_a_batch_of_any_size_are_the_same_but_for_the_scale(shift: int) -> None:
-    """Every gradient times 2^-shift, as in a batch of 2^shift times as many tokens: the same bits, scaled.
-
-    2^15 times the 2,048 tokens of a quickstart step are 6.7e7: then gradients are near 1e-8.
-    """
+def larger_batch(shift: int) -> Trainer:
+    """A trainer whose every loss is divided by 2^shift times the number of items; its optimizer's constants follow."""
 
     class Larger(Trainer):
         def count_items(self, batches: Any) -> ItemCounts:
             return ItemCounts.from_tensor(super().count_items(batches).as_tensor() << shift)
 
     config = config_of(CASE)
-    plain, larger = Trainer(config, 0, torch.device("cpu")), Larger(config, 0, torch.device("cpu"))
+    config.optim.eps *= 2.0**-shift
+    config.optim.clip *= 2.0**-shift
+    return Larger(config, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shift", [15, 40])
+def test_gradients_of_a_batch_of_any_size_are_the_same_but_for_the_scale(shift: int) -> None:
+    """Every gradient times 2^-shift, as in a batch of 2^shift times as many tokens: the same bits, scaled.
+
+    2^15 times the 2,048 tokens of a quickstart step are 6.7e7: then gradients are near 1e-8.
+    """
+    plain, larger = trainer_of(), larger_batch(shift)
     batches: list[Batch] = rank_batches(plain, CASE, 0)
     plain.accumulate(batches)
     larger.accumulate(batches)
@@ -113,6 +120,15 @@ def test_gradients_of_a_batch_of_any_size_are_the_same_but_for_the_scale(shift: 
     ):
         assert one.gradient.any()
         assert torch.equal(one.gradient * 2.0**-shift, other.gradient), one.name
+
+
+def test_a_batch_of_67_million_tokens_trains_the_same_weights() -> None:
+    plain, larger = trainer_of(), larger_batch(15)
+    for step in range(3):
+        one, other = (trainer.step(rank_batches(plain, CASE, step)) for trainer in (plain, larger))
+        assert not one.skipped and other.grad_norm == one.grad_norm * 2.0**-15
+    for mine, its in zip(plain.optimizer.named_shards(), larger.optimizer.named_shards(), strict=True):
+        assert torch.equal(mine.states["master"], its.states["master"]), mine.name
 
 
 def test_saved_and_loaded_parameters_have_the_same_codes(tmp_path: Any) -> None:
