@@ -29,7 +29,8 @@ from torch import Tensor
 from moe_engine.config.schema import ContextParallelConfig
 from moe_engine.distributed.collectives import Communicator, Pending
 from moe_engine.model.batch import Shard
-from moe_engine.ops.attention import Visible, attention, attention_backward, attention_forward
+from moe_engine.model.core_attention import core_attention
+from moe_engine.ops.attention import Visible, attention_backward, attention_forward
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.linear import Linear, linear
 from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
@@ -53,6 +54,7 @@ class SharedRows:
 
     def __init__(self, shard: Shard, causal: bool = True) -> None:
         self.shard, self.causal = shard, causal
+        self._one = bool((shard.documents == shard.documents[:, :1]).all())  # document a row: no borders to look at
         self._seen: dict[tuple[bool, int], Visible] = {}
 
     def seen(self, source: int, whole: bool = False) -> Visible:
@@ -60,9 +62,8 @@ class SharedRows:
         if (whole, source) not in self._seen:
             keys, documents = self.shard.places(source), self.shard.documents
             queries = torch.arange(self.shard.seq_len, device=keys.device) if whole else self.shard.places()
-            self._seen[whole, source] = Visible(
-                queries, keys, documents[:, queries], documents[:, keys], causal=self.causal
-            )
+            of_queries, of_keys = (None if self._one else documents[:, places] for places in (queries, keys))
+            self._seen[whole, source] = Visible(queries, keys, of_queries, of_keys, self.causal)
         return self._seen[whole, source]
 
     @cached_property
@@ -70,7 +71,8 @@ class SharedRows:
         """The keys of whole rows by their queries."""
         documents = self.shard.documents
         places = torch.arange(self.shard.seq_len, device=documents.device)
-        return Visible(places, places, documents, documents, causal=self.causal)
+        documents_or_none = None if self._one else documents
+        return Visible(places, places, documents_or_none, documents_or_none, self.causal)
 
     @cached_property
     def order(self) -> Tensor:
@@ -333,7 +335,7 @@ def _by_heads(
     arrived = [_whole_rows(x, rows) for x in _exchanged(to_ranks, cp.ranks, f"{label} heads")]
     if isinstance(payload, KeysValues):
         q_, k_, v_ = arrived
-        y, _ = attention(q_, k_, v_, rows.all_seen, scale)
+        y = core_attention(q_, k_, v_, rows.all_seen, scale)
     else:
         part = payload._replace(first=cp.ranks.rank * own, heads=own)
 
