@@ -94,8 +94,8 @@ LAYOUTS = [
     "parallel.dp=4 parallel.ep=4",
     "parallel.pp=2 parallel.dp=2 parallel.ep=2",
     "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline=dualpipe",
-    "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline=gpipe model.num_layers=6 recompute=full",
-    "parallel.pp=4 parallel.ep=1 recompute=selective",
+    "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline=gpipe model.num_layers=6",
+    "parallel.pp=4 parallel.ep=1",
     "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=interleaved_1f1b pipeline.virtual_stages=2",
     "parallel.dp=8 parallel.ep=8 precision=fp32",
 ]
