@@ -180,7 +180,7 @@ def other_models() -> list[Case]:
 def other_ways() -> list[Case]:
     """Rows in fp8 and by two hops, in whole micro-batches and in pairs."""
     return [
-        Case(pp=2, dp=4, ep=4, schedule="dualpipe", ranks_per_node=2, wire="fp8", tied=True),
+        Case(pp=2, dp=4, ep=4, schedule="dualpipe", ranks_per_node=2, wire="fp8", tied=True, rows=16),
         Case(pp=2, dp=4, ep=4, schedule="zb_h1", ranks_per_node=2, combine="exact", recompute="full", padding=True),
         Case(dp=8, ep=8, ranks_per_node=4, wire="fp8", skew=True),
         Case(dp=8, ep=8, schedule="dualpipev", ranks_per_node=2, rows=16, combine="exact"),
