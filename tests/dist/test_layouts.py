@@ -137,7 +137,11 @@ def all_layouts() -> list[Case]:
 
 def uneven() -> list[Case]:
     """Stages of any size: embedding, head and MTP by themselves or together, several stages a rank."""
-    apart, full, front = ("embedding", "4L", "head", "mtp"), ("embedding+3L", "1L+head+mtp"), ("embedding+4L", "mtp+head")
+    apart, full, front = (
+        ("embedding", "4L", "head", "mtp"),
+        ("embedding+3L", "1L+head+mtp"),
+        ("embedding+4L", "mtp+head"),
+    )
     return [
         Case(4, 1, 1, "1f1b", stages=apart),
         Case(4, 2, 2, "zb_h1", stages=("embedding+1L", "2L", "1L+head", "mtp"), tied=True),
@@ -160,9 +164,9 @@ def in_pairs() -> list[Case]:
     ]
     small += [Case(1, 2, 2, "dualpipev", tied=True, padding=True), Case(1, 4, 4, "overlapped_1f1b", skew=True)]
     small += [Case(2, 2, 2, "dualpipev", combine="exact"), Case(4, 2, 2, "overlapped_1f1b", tied=True)]
-    large = [
-        Case(4, 2, ep, "dualpipe", tied=tied, rows=16) for ep, tied in ((1, True), (2, False), (2, True))
-    ] + [Case(8, 1, 1, "dualpipe", tied=tied, rows=16, layers=8) for tied in (False, True)]
+    large = [Case(4, 2, ep, "dualpipe", tied=tied, rows=16) for ep, tied in ((1, True), (2, False), (2, True))] + [
+        Case(8, 1, 1, "dualpipe", tied=tied, rows=16, layers=8) for tied in (False, True)
+    ]
     return small + large
 
 
@@ -273,7 +277,13 @@ def test_loss_bits_do_not_depend_on_the_layout(precision: str) -> None:
         replace(at_ep2, schedule="overlapped_1f1b"),
     ]
     two_hops = replace(exact, dp=4, ep=4, micro_batch=2, ranks_per_node=2)
-    any_ep = [exact, two_hops, replace(exact, dp=2, ep=2, max_recv_rows=10), replace(exact, dp=2, ep=2, micro_batch=2), replace(exact, pp=2, dp=4, ep=4, micro_batch=1)]
+    any_ep = [
+        exact,
+        two_hops,
+        replace(exact, dp=2, ep=2, micro_batch=2, max_recv_rows=10),
+        replace(exact, dp=2, ep=2, micro_batch=2),
+        replace(exact, pp=2, dp=4, ep=4, micro_batch=1),
+    ]
     losses = dict(zip(same_ep + any_ep, first_losses(same_ep + any_ep), strict=True))
     for cases in (same_ep, any_ep):
         assert [case for case in cases if losses[case] != losses[cases[0]]] == []
