@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_engine.cli import out_file
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.planner.eplb import ExpertCopies, max_over_mean, place_copies
@@ -69,7 +70,7 @@ def run(words: list[str]) -> int:
     if config.out:
         layers = {name: list(each.experts) for name, each in placed.items()}
         sizes = {"gpus": config.gpus, "nodes": config.nodes, "experts": experts, "copies": config.copies or experts}
-        Path(config.out).write_text(json.dumps({**sizes, "slots": layers}, indent=1) + "\n")
+        out_file.write(config.out, json.dumps({**sizes, "slots": layers}, indent=1) + "\n")
         print(f"written: {config.out}")
     return 0
 
@@ -125,7 +126,8 @@ def _check_options(config: PlaceConfig) -> None:
             problems.append(
                 f"{name}={getattr(config, name)}: must be {smallest} or more, for example {name}={smallest}"
             )
-    if config.out and not Path(config.out).parent.is_dir():
-        problems.append(f"out={config.out}: no folder {Path(config.out).parent}; make it, or use out=placement.json")
+    problem = out_file.problem(config.out) if config.out else None
+    if problem:
+        problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from moe_engine.cli import out_file
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import conf_folder, load
@@ -158,7 +159,7 @@ def _measured(config: PlanConfig) -> int:
     else:
         tables = validation(Path(config.validate), config.cluster)
         if config.out:
-            Path(config.out).write_text(report.markdown(tables, []))
+            out_file.write(config.out, report.markdown(tables, []))
     _print(tables)
     if config.out:
         print(f"written to {config.out}")
@@ -210,7 +211,7 @@ def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:
         print(across)
     values = search.override(result.best[0])
     if config.out:
-        Path(config.out).write_text(values)
+        out_file.write(config.out, values)
         print(f"values for `moe-engine train` written to {config.out}")
     else:
         print(f"the first as values for `moe-engine train`:\n{values}", end="")
@@ -239,8 +240,9 @@ def _check_options(config: PlanConfig) -> None:
     if (config.out or config.fit) and out.suffix not in suffixes:
         example = (out if config.out else Path("efficiencies")).with_suffix(suffixes[0] or ".json")
         problems.append(f"out={config.out}: {what}; use out={example}")
-    if config.out and not out.absolute().parent.is_dir():
-        problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
+    problem = out_file.problem(config.out, folder=not out.suffix) if config.out else None
+    if problem:
+        problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -269,10 +271,10 @@ def _print(tables: list[report.Table]) -> None:
 
 def _write(out: Path, texts: dict[str, str]) -> None:
     if out.suffix:
-        out.write_text(texts[out.suffix])
+        out_file.write(str(out), texts[out.suffix])
         print(f"written to {out}")
         return
     out.mkdir(exist_ok=True)
     for suffix, text in texts.items():
-        (out / f"plan{suffix}").write_text(text)
+        out_file.write(str(out / f"plan{suffix}"), text)
     print(f"written to {out}/plan{{{','.join(texts)}}}")

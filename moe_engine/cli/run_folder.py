@@ -43,7 +43,11 @@ def check(config: Config) -> None:
 def _folder_problem(option: str, value: str) -> Iterator[str]:
     """Whether a folder is there, or can be made, and written."""
     path = Path(value).expanduser()
-    there = _nearest(path)
+    try:
+        there = _nearest(path)
+    except OSError as error:  # a name too long
+        yield f"{option}={value}: {error.strerror}; use a shorter one, for example {option}=/tmp/{option}"
+        return
     if not there.is_dir():
         yield f"{option}={value}: {there} is not a folder; use another, for example {option}=/tmp/{path.name}"
     elif not os.access(there, os.W_OK | os.X_OK):

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_engine.cli import out_file
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.config.model_rules import check_model
 from moe_engine.config.rules import Rules
 from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, RecomputeConfig
+from moe_engine.config.strict import shown
 from moe_engine.layout import Layout
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.memory import rank_memory
@@ -96,7 +98,7 @@ def run(words: list[str]) -> int:
     print(draw.timetable(simulation))
     print(_numbers(simulation, report, formula_bubble(pipeline.schedule, pp, config.cost)))
     if config.out:
-        Path(config.out).write_text(_WRITERS[Path(config.out).suffix](title, simulation))
+        out_file.write(config.out, _WRITERS[Path(config.out).suffix](title, simulation))
         print(f"drawn into {config.out}")
     return 0
 
@@ -129,6 +131,11 @@ def _check_options(config: ScheduleConfig) -> None:
         problems += str(error).splitlines()
     if config.pipeline.schedule == ALL and config.pipeline.virtual_stages < 1:
         problems.append(f"pipeline.virtual_stages={config.pipeline.virtual_stages}: must be at least 1; use 2")
+    if config.pipeline.stages:
+        problems.append(
+            f"{shown('pipeline.stages', config.pipeline.stages)}: is for train; here all stages take the times of "
+            "cost.*; leave it out"
+        )
     if config.cost.f + config.cost.b == 0:
         problems.append("cost.f=0 cost.b=0: something must take time; use cost.f=1 cost.b=2")
     problems += _check_out(config)
@@ -146,9 +153,8 @@ def _check_out(config: ScheduleConfig) -> list[str]:
     elif out.suffix not in _WRITERS:
         works = " or ".join(f"out={out.with_suffix(suffix)}" for suffix in _WRITERS)
         problems.append(f"out={config.out}: a picture is an .svg file and a trace a .json file; use {works}")
-    if not out.absolute().parent.is_dir():
-        problems.append(f"out={config.out}: there is no folder {out.parent}; make it, or use out={out.name}")
-    return problems
+    problem = out_file.problem(config.out)
+    return [*problems, problem] if problem else problems
 
 
 def _check_model(config: ScheduleConfig) -> list[str]:

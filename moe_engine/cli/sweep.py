@@ -21,6 +21,7 @@ from typing import Any
 import hydra
 from hydra import compose, initialize
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -84,7 +85,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
             fixed.append(word)  # for `load` to refuse
             continue
         if override.is_sweep_override():
-            swept[override.key_or_group] = [f"{override.key_or_group}={v}" for v in override.sweep_string_iterator()]
+            swept[override.key_or_group] = [f"{override.key_or_group}={value}" for value in _values(word, override)]
         else:
             fixed.append(word)
     if not swept:
@@ -92,6 +93,17 @@ def _split(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     if "run.name" in swept or "run.dir" in swept:
         raise ConfigError("run.name: a sweep numbers its runs itself, in the folder run.name; use one value")
     return fixed, swept
+
+
+def _values(word: str, override: Override) -> list[str]:
+    """The values of an option. Raises ConfigError for what is a range of numbers, a pattern, or empty."""
+    try:
+        values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
+    except HydraException:
+        values = []
+    if not values:
+        raise ConfigError(f"{word}: gives no list of values; write them with commas, optim.lr=1e-3,3e-3 say")
+    return values
 
 
 def _checked(fixed: list[str], combinations: list[tuple[str, ...]], check: Check) -> tuple[Path, list[Config]]:

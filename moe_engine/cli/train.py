@@ -135,7 +135,10 @@ def _check_weights(config: Config) -> None:
 
 def _check_choices(config: Config) -> None:
     """Raises ConfigError if the recorded choices to replay are not there, or of other sizes."""
-    mode = routing_mode(config.moe.routing)
+    try:
+        mode = routing_mode(config.moe.routing)
+    except ConfigError:  # told by `validate`, with the option's name
+        return
     if mode.kind == "replay":
         with launch.interrupt_ends_at_once():
             from moe_engine.checkpoint.choices import check_choices

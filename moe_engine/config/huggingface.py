@@ -36,6 +36,8 @@ DEFAULT_CONTEXT = 4096
 def read_model_config(path: Path) -> ModelConfig:
     """The model that a `config.json`, or a folder with one, describes. Raises ConfigError naming the file."""
     file = path / "config.json" if path.is_dir() else path
+    if file.exists() and not file.is_file():  # a device or a pipe might never end
+        raise ConfigError(f"{file}: not a file; name a Hugging Face config.json or the folder it is in")
     try:
         data = json.loads(file.read_text())
     except FileNotFoundError:

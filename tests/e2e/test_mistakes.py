@@ -91,6 +91,9 @@ RANGES = [
     Mistake("data.cache_dir=", "a folder is needed", "data.cache_dir=data_cache"),
     Mistake("run.dir=", "a folder is needed", "run.dir=runs"),
     Mistake("run.name=a/b", "the name of one folder", "run.name=first"),
+    Mistake(f"run.name={'long' * 64}", "at most 255 bytes", "run.name=first"),
+    Mistake("moe.routing=skewed:x", "skewed takes a number", "skewed:2", works="moe.routing=skewed:2"),
+    Mistake("moe.routing=replay:", "no such choice", "balanced", works="moe.routing=balanced"),
     Mistake("run.ranks=0", "must be 1 or more", "run.ranks=1"),
     Mistake(
         "data.validation_fraction=0", "needs text to validate on", "data.validation_fraction=0.05",
@@ -179,6 +182,13 @@ def test_mistakes_of_all_kinds_are_told_together(
         (["schedule", "cost.f=-1"], "cost.f=-1.0: a time is not negative", "use 0 or more"),
         (["schedule", "out=picture.png"], "out=picture.png: ", "out=picture.svg"),
         (["schedule", "out=no/folder.svg"], "out=no/folder.svg: there is no folder no", "out=folder.svg"),
+        (["schedule", "out=.svg/.."], "out=.svg/..: ", "out="),
+        (
+            ["schedule", "pipeline.stages=[embedding+2L,head]"],
+            "pipeline.stages=[embedding+2L,head]: is for",
+            "leave it",
+        ),
+        (["train", "model=/dev/zero"], "model=/dev/zero", ""),
         (["schedule", "pipeline.micro_batches=0"], "pipeline.micro_batches=0: must be at least 1", "use 1 or more"),
         (["schedule", "parallel.pp=0"], "parallel.pp=0: must be at least 1", "use 1 or more"),
     ],

@@ -37,6 +37,8 @@ def test_mistakes_of_all_runs_are_told_before_the_first(
         "--multirun: no option has several values; write them with commas, optim.lr=1e-3,3e-3 say"
     ]
     assert refused(capsys, "-m", "run.name=a,b")[0].startswith("run.name: a sweep numbers its runs itself")
+    for nothing in ("optim.lr=interval(0,1)", "train.seed=range(0)", "model=glob(*)"):
+        assert refused(capsys, "-m", nothing)[0].startswith(f"{nothing}: gives no list of values; write them with")
     assert refused(capsys, "train.seed=1,2") == [
         "train.seed=1,2: has several values; for a run with each of them add --multirun"
     ]

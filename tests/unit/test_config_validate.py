@@ -69,6 +69,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"model__qk_rope_head_dim": 15},
         "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16",
     ),
+    ({"run__name": "é" * 128}, f"run.name={'é' * 128}: at most 255 bytes, as file systems want; use run.name=first"),
     ({"moe__routing": "even"}, "moe.routing=even: no such choice; there are natural, balanced, skewed:<x>"),
     ({"moe__routing": "skewed:9"}, "moe.routing=skewed:9: an expert can have at most num_experts / top_k = 4 times"),
     (

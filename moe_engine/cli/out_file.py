@@ -1,0 +1,47 @@
+"""The file that `out=` names: looked at before anything is computed, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moe_engine.config.errors import ConfigError
+
+
+def problem(out: str, folder: bool = False) -> str | None:
+    """Why nothing can be written to `out`, as a line with a value that works; None where nothing is in the way.
+
+    folder: whether `out` is a folder to make or to fill, and not a file.
+    """
+    path = Path(out)
+    above = path.absolute().parent
+    try:
+        if not above.is_dir():
+            return f"out={out}: there is no folder {path.parent}; make it, or use out={path.name}"
+        if path.is_dir() and not folder:
+            return f"out={out}: is a folder; use out={path / 'out'}{path.suffix}"
+        if path.exists() and not path.is_dir() and folder:
+            return f"out={out}: is a file; name a folder, for example out={out}_new"
+        if not os.access(path if path.is_dir() else above, os.W_OK | os.X_OK):
+            return _unwritable(out, "no permission")
+    except OSError as error:  # a name too long
+        return _unwritable(out, error.strerror)
+    return None
+
+
+def write(out: str, text: str) -> None:
+    """Raises ConfigError where the file cannot be written; then nothing is left half-written."""
+    path = Path(out)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        if partial.exists():
+            partial.unlink()
+        raise ConfigError(_unwritable(out, error.strerror)) from None
+
+
+def _unwritable(out: str, why: str | None) -> str:
+    short = f"out{Path(out).suffix}"
+    return f"out={out}: cannot be written ({why}); use another file, for example out={Path('/tmp') / short}"

@@ -1,0 +1,60 @@
+"""`out=`: what is in the way is told before anything is computed; a file is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from moe_engine.__main__ import main
+from moe_engine.cli import out_file
+from moe_engine.config.errors import ConfigError
+
+COMMANDS = {
+    "schedule": [],
+    "plan": ["model=tiny"],
+    "place": ["loads=expert_load.safetensors"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_in_the_way_is_told_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("expert_load.safetensors").write_bytes(b"")
+    Path("there.json").mkdir()
+    long = f"{'x' * 300}.json"
+    for name, told in [
+        ("there.json", "out=there.json: is a folder; use out=there.json/out.json"),
+        ("gone/a.json", "out=gone/a.json: there is no folder gone; make it, or use out=a.json"),
+        (long, f"out={long}: cannot be written (File name too long); use another file, for example out=/tmp/out.json"),
+    ]:
+        assert main([command, *COMMANDS[command], f"out={name}"]) == 2
+        out, message = capsys.readouterr()
+        assert out == "" and message == f"{told}\n"
+    assert sorted(os.listdir()) == ["expert_load.safetensors", "there.json"]
+
+
+def test_a_folder_of_results_may_be_there_and_may_be_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert out_file.problem(str(tmp_path), folder=True) is None
+    assert out_file.problem(str(tmp_path / "new"), folder=True) is None
+    assert out_file.problem(str(tmp_path / "file")) is None  # is replaced
+    taken = str(tmp_path / "file")
+    assert out_file.problem(taken, folder=True) == f"out={taken}: is a file; name a folder, for example out={taken}_new"
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    out = tmp_path / "plan.md"
+    out_file.write(str(out), "first")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"plan.md: cannot be written \(File too large\); use another file"):
+            out_file.write(str(out), "second" * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert out.read_text() == "first" and os.listdir(tmp_path) == ["plan.md"]
