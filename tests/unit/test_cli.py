@@ -157,8 +157,11 @@ def test_schedule_compares_memory_for_a_model(capsys: pytest.CaptureFixture[str]
         assert lines[1].endswith("memory GiB")
         memory[recompute] = {line.split()[0]: float(line.split()[-1]) for line in lines[2:10]}
         assert lines[10].startswith("memory: deepseek_v3 at dp 128, ep 64, micro-batches of 1 x 4096 tokens")
-    for name in memory["none"]:
+    for name in memory["none"].keys() - {"zb_h1", "zbv"}:
         assert memory["none"][name] > memory["selective"][name] > memory["full"][name] > 10
+    for name in ("zb_h1", "zbv"):  # weight gradients that wait for W need their inputs, made anew or not
+        sizes = [memory[recompute][name] for recompute in memory]
+        assert max(sizes) < 1.05 * min(sizes)
     assert memory["none"]["gpipe"] > 4 * memory["none"]["1f1b"]
     limit = (memory["none"]["1f1b"] + min(memory["none"][name] for name in memory["none"] if name != "1f1b")) / 2
     assert main([*words, f"memory_gib={limit}"]) == 0
