@@ -125,8 +125,8 @@ def recomputed_parts(config: RecomputeConfig) -> frozenset[str]:
 
 def recompute_section(parts: frozenset[str]) -> RecomputeConfig:
     """The section `recompute` of a run for parts that the engine has. Raises ConfigError for another."""
-    if parts == {"full"}:
-        return RecomputeConfig(mode="full")
+    if not parts or parts == {"full"}:
+        return RecomputeConfig(mode="full" if parts else "none")
     names = {part: name for name, part in _OF_ENGINE.items()}
     unknown = sorted(parts - set(names))
     if unknown:
@@ -134,4 +134,4 @@ def recompute_section(parts: frozenset[str]) -> RecomputeConfig:
         raise ConfigError(
             f"plan.recompute=[{unknown[0]}]: the engine recomputes {known}, or full alone; leave {unknown[0]} out"
         )
-    return RecomputeConfig("selective" if parts else "none", [names[part] for part in sorted(parts)])
+    return RecomputeConfig("selective", [names[part] for part in sorted(parts)])
