@@ -47,6 +47,7 @@ from moe_engine.planner.job import placement_of
 from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
 
+SMS_FOR_EXCHANGES = 20  # of a GPU, as DeepSeek-V3 gives them of 132 (arXiv 2412.19437, section 3.2.2)
 Connect = Callable[[Layout, Placement, int, CollectiveLog | None], Groups]
 
 
@@ -92,6 +93,13 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", local)
 
 
+def pair_sms(device: torch.device) -> int | None:
+    """Multiprocessors that products of a woven pair use: all but those for exchanges. None on a CPU, which has none."""
+    if device.type != "cuda":
+        return None
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - SMS_FOR_EXCHANGES)
+
+
 def _synchronizer(device: torch.device) -> Callable[[], None]:
     """What a trace calls at each mark so that the device's work before it is done."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
@@ -125,7 +133,8 @@ class Trainer:
         pipeline, pp = config.pipeline, config.parallel.pp
         order = pair.BLOCKING if device.type == "cpu" else pair.LAUNCHING
         self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, _synchronizer(device))
-        self.executor = Executor(self.stages, self.groups, order if pipeline.overlap else None, self.tracer)
+        order_of_pairs = order if pipeline.overlap else None
+        self.executor = Executor(self.stages, self.groups, order_of_pairs, self.tracer, pair_sms(device))
         self.lists = schedules.schedule(pipeline.schedule, pp, self.micro_batches, pipeline.virtual_stages)
         check(self.lists, len(self.groups.placement.stages), self.micro_batches)
         self.num_parameters = parameter_count(config.model).total

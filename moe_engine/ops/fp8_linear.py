@@ -21,7 +21,7 @@ import moe_kernels
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.fp8 import Codes, Fp8, WeightCodes, dequantize, quantize
 from moe_engine.ops.permute import RowMap
-from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, sms, weight_gradient
 from moe_kernels.fp8_format import FORWARD_AMAX, GRADIENT_AMAX
 
 Counts = list[int] | Tensor  # rows of each group; a tensor in a compiled graph
@@ -34,14 +34,20 @@ def _whole(x: Tensor) -> Counts:
     return [x.shape[0]]
 
 
-def _product(x: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype, source: Tensor | None) -> Tensor:
+def _product(
+    x: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype, source: Tensor | None, queue: WgradQueue | None
+) -> Tensor:
     """Rows of each group times its weight transposed: [N, out]; with `source`, row n is row source[n] of x."""
-    return moe_kernels.grouped_gemm_fp8(x.codes, x.scale, weight.codes, weight.scale, counts, source, dtype)
-
-
-def _input_gradient(d_out: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype) -> Tensor:
     return moe_kernels.grouped_gemm_fp8(
-        d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype
+        x.codes, x.scale, weight.codes, weight.scale, counts, source, dtype, num_sms=sms(queue)
+    )
+
+
+def _input_gradient(
+    d_out: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype, queue: WgradQueue | None
+) -> Tensor:
+    return moe_kernels.grouped_gemm_fp8(
+        d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype, num_sms=sms(queue)
     )
 
 
@@ -72,7 +78,9 @@ class _OutputGradient:
             )
         return made
 
-    def weight_gradient(self, x: Codes, source: Tensor | None, shape: torch.Size) -> Callable[[], Tensor]:
+    def weight_gradient(
+        self, x: Codes, source: Tensor | None, shape: torch.Size, queue: WgradQueue | None
+    ) -> Callable[[], Tensor]:
         """What makes the weight's gradient, of this shape, from the product's input; holds no more than it needs."""
         counts, wide, columns, power_of_two = self.counts, self.wide, self.columns, self.fp8.power_of_two
 
@@ -80,9 +88,10 @@ class _OutputGradient:
             rows = x if source is None else Codes(*moe_kernels.permute_fp8(x.codes, x.scale, source))
             if columns is None:
                 assert wide is not None
-                return moe_kernels.grouped_wgrad(wide, dequantize(rows, wide.dtype), counts).view(shape)
+                numbers = dequantize(rows, wide.dtype)
+                return moe_kernels.grouped_wgrad(wide, numbers, counts, num_sms=sms(queue)).view(shape)
             by_column = moe_kernels.quantize_columns(rows.codes, counts, FORWARD_AMAX, power_of_two, x_scale=rows.scale)
-            return moe_kernels.grouped_wgrad_fp8(*columns, *by_column, counts).view(shape)
+            return moe_kernels.grouped_wgrad_fp8(*columns, *by_column, counts, num_sms=sms(queue)).view(shape)
 
         return make
 
@@ -98,7 +107,7 @@ class _Linears(torch.autograd.Function):
         ctx.fp8, ctx.queue, ctx.counts, ctx.dtype = fp8, queue, counts, x.dtype
         ctx.parameters, ctx.weights = [leaf(w) for w in weights], [fp8.weight(w) for w in weights]
         ctx.shapes = [w.shape for w in weights]
-        return tuple(_product(codes, weight, ctx.counts, x.dtype, None) for weight in ctx.weights)
+        return tuple(_product(codes, weight, ctx.counts, x.dtype, None, queue) for weight in ctx.weights)
 
     @staticmethod
     @without_autocast
@@ -110,9 +119,10 @@ class _Linears(torch.autograd.Function):
         ):
             gradient = _OutputGradient(d_out, ctx.counts, ctx.fp8, needed)
             if ctx.needs_input_grad[0]:
-                part = _input_gradient(gradient.rows, weight, ctx.counts, torch.float32 if several else ctx.dtype)
+                dtype = torch.float32 if several else ctx.dtype
+                part = _input_gradient(gradient.rows, weight, ctx.counts, dtype, ctx.queue)
                 d_x = part if d_x is None else d_x.add_(part)
-            make = gradient.weight_gradient(codes, None, shape)
+            make = gradient.weight_gradient(codes, None, shape, ctx.queue)
             d_weights.append(weight_gradient(ctx.queue, parameter, make) if needed else None)
         return None if d_x is None else d_x.to(ctx.dtype), None, None, None, *d_weights
 
@@ -149,14 +159,14 @@ class _MLP(torch.autograd.Function):
         source = None if rows is None else rows.source
         gate_up_codes, down_codes = fp8.weight(gate_up_weight), fp8.weight(down_weight)
         codes = quantize(x, power_of_two=fp8.power_of_two)
-        gate_up = _product(codes, gate_up_codes, counts, x.dtype, source)  # [N, 2F]
+        gate_up = _product(codes, gate_up_codes, counts, x.dtype, source, queue)  # [N, 2F]
         kept = quantize(gate_up, power_of_two=fp8.power_of_two)
         hidden = Codes(*moe_kernels.swiglu_fp8(gate_up, row_weights, FORWARD_AMAX, fp8.power_of_two))  # [N, F]
         ctx.save_for_backward(codes.codes, codes.scale, kept.codes, kept.scale, row_weights)
         ctx.rows, ctx.counts, ctx.fp8, ctx.queue, ctx.dtype = rows, counts, fp8, queue, x.dtype
         ctx.codes, ctx.parameters = (gate_up_codes, down_codes), (leaf(gate_up_weight), leaf(down_weight))
         ctx.shapes = gate_up_weight.shape, down_weight.shape
-        return _product(hidden, down_codes, counts, x.dtype, None)
+        return _product(hidden, down_codes, counts, x.dtype, None, queue)
 
     @staticmethod
     @without_autocast
@@ -165,18 +175,18 @@ class _MLP(torch.autograd.Function):
         x, kept, counts, fp8 = Codes(x_codes, x_scale), Codes(kept_codes, kept_scale), ctx.counts, ctx.fp8
         (gate_up_codes, down_codes), needed = ctx.codes, ctx.needs_input_grad
         d_out = _OutputGradient(grads[0], counts, fp8, needed[2])
-        d_hidden = _input_gradient(d_out.rows, down_codes, counts, ctx.dtype)
+        d_hidden = _input_gradient(d_out.rows, down_codes, counts, ctx.dtype, ctx.queue)
         d_gate_up, d_row_weights, hidden = _swiglu_backward(d_hidden, kept, row_weights, counts, fp8, needed[1])
         d_down = d_gate = d_x = None
         if needed[2]:
-            make = d_out.weight_gradient(hidden, None, ctx.shapes[1])
+            make = d_out.weight_gradient(hidden, None, ctx.shapes[1], ctx.queue)
             d_down = weight_gradient(ctx.queue, ctx.parameters[1], make)
         source = None if ctx.rows is None else ctx.rows.source
         if needed[1]:
-            make = d_gate_up.weight_gradient(x, source, ctx.shapes[0])
+            make = d_gate_up.weight_gradient(x, source, ctx.shapes[0], ctx.queue)
             d_gate = weight_gradient(ctx.queue, ctx.parameters[0], make)
         if needed[0]:
-            d_x = _input_gradient(d_gate_up.rows, gate_up_codes, counts, ctx.dtype)
+            d_x = _input_gradient(d_gate_up.rows, gate_up_codes, counts, ctx.dtype, ctx.queue)
             d_x = d_x if ctx.rows is None else moe_kernels.unpermute(d_x, ctx.rows.places)
         return d_x, d_gate, d_down, d_row_weights, None, None, None, None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.linear import widened
-from moe_engine.ops.wgrad_queue import WgradQueue, leaf, waits, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, sms, waits, weight_gradient
 from moe_kernels import grouped_gemm, grouped_wgrad
 
 
@@ -19,19 +19,23 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int] | Tensor, queue: WgradQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.queue, ctx.parameter = counts, queue, leaf(weight)
-        return grouped_gemm(x, weight.transpose(1, 2), counts)
+        return grouped_gemm(x, weight.transpose(1, 2), counts, num_sms=sms(queue))
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (d_out,), (x, weight), counts = grads, ctx.saved_tensors, ctx.counts
-        wide = widened(d_out)
-        d_x = grouped_gemm(wide, weight, counts).to(x.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = None
+        (d_out,), (x, weight), counts, queue = grads, ctx.saved_tensors, ctx.counts, ctx.queue
+        wide, d_x, d_weight = widened(d_out), None, None
+        if ctx.needs_input_grad[0]:
+            d_x = grouped_gemm(wide, weight, counts, num_sms=sms(queue)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            kept = d_out if waits(ctx.queue, ctx.parameter) else wide
+            kept = d_out if waits(queue, ctx.parameter) else wide
             x = x.detach()  # with its graph, all that led to it would wait too
-            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: grouped_wgrad(kept, x, counts))
+
+            def make() -> Tensor:
+                return grouped_wgrad(kept, x, counts, num_sms=sms(queue))
+
+            d_weight = weight_gradient(queue, ctx.parameter, make)
         return d_x, d_weight, None, None
 
 

@@ -30,10 +30,12 @@ class _Entry:
 class WgradQueue:
     """Closures that make weight gradients, in one batch for each backward that was run without them.
 
-    Owned by the executor: it wraps an I action in `defer(key)`, and the W action is `run(key)`.
+    Owned by the executor: it wraps an I action in `defer(key)`, and the W action is `run(key)`. It reaches every
+    product of forward and backward, and so also says on how many of a GPU's multiprocessors they may run now.
     """
 
     def __init__(self) -> None:
+        self.num_sms: int | None = None  # for grouped products, which start as many programs; None: all
         self._batches: dict[Hashable, deque[_Entry]] = {}
         self._open: deque[_Entry] | None = None
         self._muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # a parameter's registry of hooks, and the hooks
@@ -128,6 +130,11 @@ def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Ca
 def waits(queue: WgradQueue | None, parameter: Tensor | None) -> bool:
     """Whether the weight gradient of `parameter` is to be left in the queue."""
     return queue is not None and queue.deferring and parameter is not None
+
+
+def sms(queue: WgradQueue | None) -> int | None:
+    """On how many multiprocessors a grouped product may run now; None: on all."""
+    return None if queue is None else queue.num_sms
 
 
 def leaf(weight: Tensor) -> Tensor | None:

@@ -88,6 +88,7 @@ class Executor:
     stages: by stage index; hidden size and dtype of the border tensors come from the stages themselves.
     order: of the phases in a pair, see `schedule.pair`; None: the forward, then the backward. The same bits.
     recorder: is told what happens when (see `recorder`); may be set between runs.
+    pair_sms: multiprocessors of a GPU for the products of a woven pair, which leave the others to its exchanges.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Executor:
         groups: Groups,
         order: str | None = None,
         recorder: Recorder | None = None,
+        pair_sms: int | None = None,
     ) -> None:
         self.stages, self.groups, self.order, self.recorder = stages, groups, order, recorder
+        self.pair_sms = pair_sms
         self.num_stages = len(groups.placement.stages)
         self.here = groups.layout.coordinate(groups.rank).pp
         self.queue = WgradQueue()
@@ -153,7 +156,9 @@ class Executor:
 
     def _act(self, step: _Step, action: Action) -> None:
         if action.kind is Kind.FB and step.paired:
+            self.queue.num_sms = self.pair_sms
             self._pair(step, action)
+            self.queue.num_sms = None
             return
         for half in action.halves():
             if half.kind is Kind.F:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from layouts import Case, config_of, differences, rank_batches, run
 from ranks import run_ranks
+from torch import Tensor
 
+import moe_kernels
 from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.model.transformer import LossRule
+from moe_engine.ops import grouped_linear
 from moe_engine.pipeline.executor import Executor
 from moe_engine.schedule import pair
-from moe_engine.trainer import Trainer
+from moe_engine.trainer import Trainer, pair_sms
 
 # A dense block at the front, MTP and the loss at the end, stages of different numbers of blocks.
 CASES = [
@@ -94,6 +100,46 @@ def test_attn_of_the_forward_runs_while_combine_of_the_backward_is_in_flight() -
 def test_the_plain_order_has_nothing_in_flight() -> None:
     for found in run_ranks(2, _in_flight, pair.ONE_AFTER_THE_OTHER):
         assert len(found) == 3 * 4 and not any(found)
+
+
+def _programs(rank: int, precision: str) -> set[tuple[bool, int | None]]:
+    """Of all grouped products of a pass: whether it ran in a pair, and how many multiprocessors it was told to use."""
+    case = Case(dp=2, ep=2, schedule="overlapped_1f1b", precision=precision)
+    trainer, times = Trainer(config_of(case), rank, torch.device("cpu")), Times()
+    told: set[tuple[bool, int | None]] = set()
+
+    def watched(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run_it(*args: Any, num_sms: int | None = None, **options: Any) -> Tensor:
+            in_pair = any(label.startswith("[") for label in times.started.keys() - times.ended.keys())
+            told.add((in_pair, num_sms))
+            return product(*args, num_sms=num_sms, **options)
+
+        return run_it
+
+    for name in ("grouped_gemm", "grouped_wgrad", "grouped_gemm_fp8", "grouped_wgrad_fp8"):
+        for place in (moe_kernels, grouped_linear):
+            if hasattr(place, name):
+                setattr(place, name, watched(getattr(place, name)))
+    executor = Executor(trainer.stages, trainer.groups, pair.LAUNCHING, times, pair_sms=7)
+    batches = rank_batches(trainer, case, 0)
+    trainer.optimizer.zero_grad()
+    executor.run(trainer.lists, batches, LossRule(trainer.count_items(batches), 0.3))
+    return told
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_products_of_a_pair_leave_multiprocessors_to_its_exchanges(precision: str) -> None:
+    """Forward, backward and waiting weight gradients alike; outside of pairs they have them all."""
+    for told in run_ranks(2, _programs, precision):
+        assert told == {(True, 7), (False, None)}
+
+
+def test_how_many_multiprocessors_a_pair_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pair_sms(torch.device("cpu")) is None
+    for there, used in ((132, 112), (20, 1)):
+        properties = SimpleNamespace(multi_processor_count=there)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        assert pair_sms(torch.device("cuda", 0)) == used
 
 
 @pytest.mark.parametrize("order", [pair.BLOCKING, pair.LAUNCHING, None])

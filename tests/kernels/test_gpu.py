@@ -37,6 +37,21 @@ def test_quantisation_has_the_bits_of_the_cpu(counts: list[int], power_of_two: b
         assert_same_bits([y.cpu() for y in results], expected)
 
 
+def test_fewer_multiprocessors_change_no_bit() -> None:
+    counts = torch.tensor(COUNTS[1]).cuda()
+    x, d, w = cuda(sum(COUNTS[1]), 1040), cuda(sum(COUNTS[1]), 400, seed=2), cuda(4, 400, 1040, seed=1)
+    a, (codes, _, scale) = moe_kernels.quantize_rows(x), moe_kernels.quantize_blocks(w)
+    columns = (*moe_kernels.quantize_columns(d, counts, GRADIENT_AMAX), *moe_kernels.quantize_columns(x, counts))
+    products: list[Callable[[int | None], Tensor]] = [
+        lambda sms: moe_kernels.grouped_gemm(x, w.transpose(1, 2), counts, num_sms=sms),
+        lambda sms: moe_kernels.grouped_wgrad(d, x, counts, num_sms=sms),
+        lambda sms: moe_kernels.grouped_gemm_fp8(*a, codes, scale, counts, num_sms=sms),
+        lambda sms: moe_kernels.grouped_wgrad_fp8(*columns, counts, num_sms=sms),
+    ]
+    for product in products:
+        assert_same_bits([product(13)], [product(None)])
+
+
 @pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_products(counts: list[int]) -> None:
     rows, sizes = sum(counts) + 5, torch.tensor(counts).cuda()
