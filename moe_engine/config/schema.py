@@ -195,9 +195,7 @@ class PrecisionConfig:
     master: str = "float32"  # master weights and AdamW's moments
     # fp8 alone
     wgrad: str = "fp8"  # fp8 | bf16: the operands of weight gradients
-    power_of_two_scales: bool = (
-        True  # else any fp32 number; then the tiles of a kept input change with one more rounding
-    )
+    power_of_two_scales: bool = True  # else any fp32 number, and the tiles of a kept input change with a rounding
     bf16_first_layers: int = 0  # this many decoder layers at the start stay in bf16 …
     bf16_last_layers: int = 0  # … and this many at the end, MTP blocks not counted
 

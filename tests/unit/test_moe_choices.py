@@ -11,6 +11,7 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.routing import RoutingMode, routing_mode, routing_problem
 from moe_engine.config.schema import MoEConfig
 from moe_engine.moe.choices import VARIANTS, ForcedChoices, Recorder, SkewedLoads
+from moe_engine.moe.dispatch import combine_wait
 from moe_engine.moe.layer import MoELayer
 
 SIZES: list[dict[str, Any]] = [
@@ -75,7 +76,8 @@ def test_a_layer_takes_them_while_it_trains_and_its_router_still_learns() -> Non
     layer.choices = recorder = Recorder(layer.choices)
     x = torch.randn(4, 16, 8)
     packed = layer.pack(x.flatten(0, 1), (4, 16), label="micro_batch 2")
-    layer.combine(layer.compute(layer.dispatch_wait(layer.dispatch_start(packed))), packed).sum().backward()
+    rows = layer.compute(layer.dispatch_wait(layer.dispatch_start(packed)))
+    combine_wait(layer.combine_start(rows, packed)).sum().backward()
     assert layer.router.num_tokens_per_expert.tolist() == [16] * 8
     assert layer.router.weight.grad is not None and float(layer.router.weight.grad.abs().sum()) > 0
     assert list(recorder.by_micro_batch) == [2] and recorder.by_micro_batch[2].shape == (64, 2)

@@ -53,7 +53,8 @@ def test_figures_tell_bubble_from_exposed_communication() -> None:
     placement = Placement((), ())
     groups: Any = type("Groups", (), {
         "layout": Layout(), "placement": placement, "rank": 0, "world": alone, "ep": Communicator("ep", (0,), 0),
-        "ep_counts": Communicator("counts", (0,), 0), "edges": {(0, 1, "activation"): Communicator("edge", (0,), 0)},
+        "ep_counts": Communicator("counts", (0,), 0), "ep_nodes": None,
+        "edges": {(0, 1, "activation"): Communicator("edge", (0,), 0)},
     })  # fmt: skip
     log = CollectiveLog(waits=[])
     tracer = Tracer(groups, log)
