@@ -100,16 +100,22 @@ def _check_options(config: ConvertConfig) -> None:
         )
     if not config.to:
         problems.append("to=: a folder to make is needed, for example to=converted")
-    elif Path(config.to).exists():
-        problems.append(
-            f"to={config.to}: is already there; remove it or name a new folder, for example to={config.to}_new"
-        )
+    else:
+        problems += _folder_problem(config.to)
     if config.dtype not in DTYPES:
         problems.append(f"dtype={config.dtype}: no such choice; there are {', '.join(DTYPES)}")
     if not config.max_shard_gb > 0:
         problems.append(f"max_shard_gb={config.max_shard_gb:g}: must be larger than 0, for example max_shard_gb=5")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _folder_problem(to: str) -> list[str]:
+    try:
+        there = Path(to).exists()
+    except OSError as error:  # a name too long
+        return [f"to={to}: cannot be made ({error.strerror}); use another name, for example to=converted"]
+    return [f"to={to}: is already there; remove it or name a new folder, for example to={to}_new"] if there else []
 
 
 def _bar(console: Console) -> Progress:

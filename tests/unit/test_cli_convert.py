@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,26 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         "max_shard_gb=0: must be",
     ):
         assert part in error
+
+
+def test_a_name_too_long_and_a_key_of_another_type_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    random_folder(tmp_path / "source")
+    long = "z" * 300
+    assert convert("from=source", f"to={long}") == 2
+    assert capsys.readouterr().err.startswith(f"to={long}: cannot be made (File name too long); use another name")
+    config = tmp_path / "source" / "config.json"
+    whole = json.loads(config.read_text())
+    for key, value, told in [
+        ("model_type", ["mixtral"], "source/config.json: model_type=['mixtral']: weights of deepseek_v3,"),
+        ("n_routed_experts", "8", "source/config.json: n_routed_experts=8: must be a whole number"),
+    ]:
+        config.write_text(json.dumps(whole | {key: value}))
+        assert convert("from=source", "to=out") == 2
+        assert capsys.readouterr().err.startswith(told)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_nothing_given_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,12 @@ class HuggingFaceWeights:
         config = _read_config(folder)
         self.family = FAMILIES[str(config["model_type"])]
         self.files = TensorFiles(folder)
-        self.model = self._without_missing_mtp(model_config(config))
+        try:
+            described = model_config(config)
+        except ConfigError as error:
+            file = folder / CONFIG
+            raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+        self.model = self._without_missing_mtp(described)
         both = names(self.model, self.family)
         self._forms = self._match(both.tensors, both.copies)
         self.shapes = {name: mapped.shape for name, mapped in both.tensors.items()}
@@ -194,8 +199,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; a Hugging Face folder has one beside its safetensors") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
-        found = config.get("model_type") if isinstance(config, dict) else None
+    found = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or found not in list(FAMILIES):
         raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted")
     _check_quantization(path, config.pop("quantization_config", None))
     return config
