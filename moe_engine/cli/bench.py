@@ -11,6 +11,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from moe_engine.cli import out_file
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 
@@ -89,7 +90,11 @@ def run(words: list[str]) -> int:
         raise ConfigError(_unknown(name))
     entry = BENCHMARKS[name]
     module = importlib.import_module(entry.module)
-    return int(module.run(load(entry.root, rest, module.SCHEMA)))
+    config = load(entry.root, rest, module.SCHEMA)
+    problem = out_file.above_problem(config.out) if config.out else None
+    if problem:
+        raise ConfigError(problem)
+    return int(module.run(config))
 
 
 def _unknown(name: str) -> str:

@@ -29,6 +29,21 @@ def problem(out: str, folder: bool = False) -> str | None:
     return None
 
 
+def above_problem(out: str) -> str | None:
+    """Why the folder `out` can neither be written nor made, with all that is missing above it; None where it can.
+
+    That it is a file itself is for the command to tell, with its other mistakes.
+    """
+    path = Path(out).absolute()
+    try:
+        there = next(each for each in (path, *path.parents) if each.exists())
+    except OSError as error:  # a name too long
+        return _unwritable(out, error.strerror)
+    if not there.is_dir():
+        return None if there == path else f"out={out}: {there} is a file; name a folder, for example out={there}_new"
+    return None if os.access(there, os.W_OK | os.X_OK) else _unwritable(out, "no permission")
+
+
 def write(out: str, text: str) -> None:
     """Raises ConfigError where the file cannot be written; then nothing is left half-written."""
     path = Path(out)
@@ -44,4 +59,4 @@ def write(out: str, text: str) -> None:
 
 def _unwritable(out: str, why: str | None) -> str:
     short = f"out{Path(out).suffix}"
-    return f"out={out}: cannot be written ({why}); use another file, for example out={Path('/tmp') / short}"
+    return f"out={out}: cannot be written ({why}); use another, for example out={Path('/tmp') / short}"

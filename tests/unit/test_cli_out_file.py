@@ -30,7 +30,7 @@ def test_what_is_in_the_way_is_told_first(
     for name, told in [
         ("there.json", "out=there.json: is a folder; use out=there.json/out.json"),
         ("gone/a.json", "out=gone/a.json: there is no folder gone; make it, or use out=a.json"),
-        (long, f"out={long}: cannot be written (File name too long); use another file, for example out=/tmp/out.json"),
+        (long, f"out={long}: cannot be written (File name too long); use another, for example out=/tmp/out.json"),
     ]:
         assert main([command, *COMMANDS[command], f"out={name}"]) == 2
         out, message = capsys.readouterr()
@@ -47,13 +47,33 @@ def test_a_folder_of_results_may_be_there_and_may_be_no_file(tmp_path: Path) -> 
     assert out_file.problem(taken, folder=True) == f"out={taken}: is a file; name a folder, for example out={taken}_new"
 
 
+@pytest.mark.parametrize("benchmark", ["step", "schedule", "comm"])
+def test_a_benchmark_does_not_measure_what_it_cannot_write(
+    benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    for name, told in [
+        (
+            "file/results",
+            f"out=file/results: {tmp_path}/file is a file; name a folder, for example out={tmp_path}/file_new",
+        ),
+        ("y" * 300, f"out={'y' * 300}: cannot be written (File name too long); use another, for example out=/tmp/out"),
+    ]:
+        assert main(["bench", benchmark, f"out={name}"]) == 2
+        out, message = capsys.readouterr()
+        assert out == "" and message == f"{told}\n"
+    assert out_file.above_problem("new/folders/for/results") is None
+    assert os.listdir() == ["file"]
+
+
 def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     out = tmp_path / "plan.md"
     out_file.write(str(out), "first")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
-        with pytest.raises(ConfigError, match=r"plan.md: cannot be written \(File too large\); use another file"):
+        with pytest.raises(ConfigError, match=r"plan.md: cannot be written \(File too large\); use another"):
             out_file.write(str(out), "second" * 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
