@@ -143,8 +143,10 @@ def load_weights(
     return _together(world, path, read)[0]
 
 
-def check_resume(folder: Path, model: ModelConfig, master: str) -> None:
+def check_resume(folder: Path, model: ModelConfig, master: str, steps: int) -> None:
     """Whether a run of `model` with master weights of type `master` can go on from the newest checkpoint in `folder`.
+
+    To `steps` in all; a run that has come to its end may be started again, and does nothing more.
 
     Raises ConfigError with a line for each option that cannot change. Values are not read.
     """
@@ -157,6 +159,11 @@ def check_resume(folder: Path, model: ModelConfig, master: str) -> None:
         raise ConfigError(f"run.resume=true: no complete checkpoint in {folder}{why}; {anew}")
     index = files.read_index(path)
     problems = []
+    if index.step > steps:
+        problems.append(
+            f"train.steps={steps}: counts all steps of the run, and {path} is after {index.step}; "
+            f"use train.steps={index.step + 1} or more"
+        )
     stored = next((entry.dtype for key, entry in index.tensors.items() if key.startswith(f"{MASTER}/")), master)
     if stored != master:
         problems.append(

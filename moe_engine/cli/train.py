@@ -123,7 +123,7 @@ def _check_weights(config: Config) -> None:
         from moe_engine.checkpoint import store, weights
     if config.run.resume:
         checkpoints = Path(config.run.dir) / config.run.name / "checkpoints"
-        store.check_resume(checkpoints, config.model, config.precision.master)
+        store.check_resume(checkpoints, config.model, config.precision.master, config.train.steps)
         return
     source = Path(config.train.init_from)
     try:

@@ -202,6 +202,11 @@ def test_a_folder_that_holds_a_run(again: Path, refused: Refused) -> None:
 def test_going_on_from_nothing_or_from_something_damaged(again: Path, refused: Refused) -> None:
     message = refused("run.name=other", "run.resume=true")
     assert message.startswith("run.resume=true: ") and "runs/other" in message and "run.resume=false" in message
+    message = refused("run.name=first", "run.resume=true", "train.steps=1")
+    assert message.startswith(
+        "train.steps=1: counts all steps of the run, and runs/first/checkpoints/step_2 is after 2; "
+    )
+    assert message.endswith("use train.steps=3 or more")
     checkpoint = again / "checkpoints" / "step_2"
     tensors, index = checkpoint / "rank_0.safetensors", checkpoint / "index.json"
     whole = tensors.read_bytes()
