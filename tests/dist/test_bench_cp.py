@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism on two small ranks: every candidate is right, and sends what the formula says."""
+"""The benchmark of context parallelism on two small ranks: each candidate is right, and sends what the formula says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def test_every_exchange_and_payload_is_measured(tmp_path: Path, capsys: pytest.C
     assert len(results) == 6 and all(len(result.samples) == 2 for result in results)
     for result in results:
         assert result.verdict.measures["difference"] < 1e-5
-        assert result.figures["sent_mib"] == pytest.approx(result.figures["formula_mib"]) and result.figures["peak_mib"] > 0
+        assert (
+            result.figures["sent_mib"] == pytest.approx(result.figures["formula_mib"])
+            and result.figures["peak_mib"] > 0
+        )
     sent = {result.candidate: result.figures["sent_mib"] for result in results}
     assert sent["ring_kv"] / sent["ring_latent"] == pytest.approx(4 * (48 + 32) / (64 + 16))
     shown = capsys.readouterr().out

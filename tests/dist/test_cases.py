@@ -56,9 +56,7 @@ KINDS = [SINGLE, NONE, IGNORED, PADDED, SKEWED, LARGE]
 LAYOUTS = [(1, 4, 4, 1), (2, 2, 2, 1), (4, 1, 1, 1), (1, 1, 4, 4), (1, 2, 2, 2)]  # pp, dp, ep, cp
 
 
-def make_config(
-    kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, cp: int = 1, tied: bool | None = None
-) -> Config:
+def make_config(kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, cp: int = 1, tied: bool | None = None) -> Config:
     """The harness's model made smaller; with a tied head at pp=4, where no two stages are on one rank."""
     payload = "latent" if cp == 4 else "kv"
     schedule = "split_1f1b" if dp > 1 else "1f1b"
@@ -289,7 +287,9 @@ def _empty_rows(rank: int, dp: int, ep: int, model: str, empty: int = 1) -> dict
     return {"gradients": raw, "result": trainer.update(gradients)}
 
 
-@pytest.mark.parametrize(("dp", "ep", "model"), [(1, 1, "v3"), (2, 2, "v3"), (2, 1, "v3"), (1, 1, "qwen3"), (2, 2, "qwen3")])
+@pytest.mark.parametrize(
+    ("dp", "ep", "model"), [(1, 1, "v3"), (2, 2, "v3"), (2, 1, "v3"), (1, 1, "qwen3"), (2, 2, "qwen3")]
+)
 def test_a_rank_without_rows_and_an_empty_micro_batch_change_nothing(dp: int, ep: int, model: str) -> None:
     found = run_ranks(dp, _empty_rows, dp, ep, model)
     alone = _empty_rows(0, 1, 1, model, empty=0)

@@ -132,9 +132,7 @@ def test_attention_over_ranks_equals_the_definition(size: int) -> None:
 
 
 def check_bytes(exchange: str, payload: str, kv_heads: int, size: int, logs: list[list[CollectiveRecord]]) -> None:
-    model = ModelConfig(
-        num_heads=H, kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE
-    )
+    model = ModelConfig(num_heads=H, kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE)
     if payload == "kv" and kv_heads != H:
         # The formula's grouped heads have equal keys and values: the sum of both sizes is what counts.
         model = ModelConfig(attention="gqa", num_heads=H, num_kv_heads=kv_heads, head_dim=(NOPE + ROPE + VALUE) // 2)

@@ -35,9 +35,20 @@ class Setting:
 
 def settings(world: int) -> Iterator[Setting]:
     nodes = [None, *(n for n in (1, 2, 4, 8) if n <= world and (n > 1 or world == 2))]
-    sizes = {(12 * world // 4 or 3, "random"), (8 * world, "masked"), (8 * world, "one"), (257, "random"), (512, "masked")}
+    sizes = {
+        (12 * world // 4 or 3, "random"),
+        (8 * world, "masked"),
+        (8 * world, "one"),
+        (257, "random"),
+        (512, "masked"),
+    }
     for (num_experts, routing), on_node, exact in product(sorted(sizes), nodes, (False, True)):
-        for dtype, fp8 in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        for dtype, fp8 in (
+            (torch.float32, False),
+            (torch.bfloat16, False),
+            (torch.bfloat16, True),
+            (torch.float32, True),
+        ):
             if routing != "random" or num_experts == 257 or not fp8:
                 yield Setting(num_experts, routing, dtype, fp8, exact, on_node)
 
@@ -118,9 +129,10 @@ def _wrong(rank: int, setting: Setting, links: wire.Links) -> list[str]:
     again, out_again, _ = there_and_back()
     if not (torch.equal(out, out_again) and torch.equal(arrived.weights, again.weights)):
         wrong.append("other bits the second time")
-    distinct = torch.tensor([len({e if setting.exact else int(placement.rank_of(torch.tensor(e))) for e in row if e >= 0})
-                             for row in ids.tolist()], dtype=torch.float32)  # fmt: skip
-    if not alone and not torch.equal(ones[:, 0], distinct):
+    units = ids if setting.exact else placement.rank_of(ids)
+    chosen = zip(units.tolist(), (ids >= 0).tolist(), strict=True)
+    distinct = torch.tensor([len({unit for unit, real in zip(*row, strict=True) if real}) for row in chosen])
+    if not alone and not torch.equal(ones[:, 0], distinct.float()):
         wrong.append("identity")
     return wrong
 

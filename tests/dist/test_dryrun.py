@@ -73,7 +73,11 @@ def _measured(rank: int, config: Config) -> dict[str, Any]:
         log.records.clear()
         trainer.executor.recorder = recorder = Moments(lambda: live.bytes() - unsent.bytes())
         trainer.step(batches)
-    return {"log": log.records, "states": trainer.optimizer.state_bytes(), "kept": [moment.kept for moment in recorder.moments]}
+    return {
+        "log": log.records,
+        "states": trainer.optimizer.state_bytes(),
+        "kept": [moment.kept for moment in recorder.moments],
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

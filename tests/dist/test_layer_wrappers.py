@@ -1,7 +1,7 @@
 """The layer inside other people's wrappers, on 1 and 2 ranks: gradients and an optimizer step equal the bare layer's.
 
-The bare layer is one process with all tokens. Its loss is a mean over tokens, and so is that of each rank over its half,
-so that ranks that average their gradients get the same.
+The bare layer is one process with all tokens. Its loss is a mean over tokens, and so is that of each rank over its
+half, so that ranks that average their gradients get the same.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ def _halves(rank: int, schedule: str) -> list[list[tuple[str, int, torch.Tensor]
 
 
 def test_dualpipe_gradients_have_the_bits_of_the_sum_of_its_halves() -> None:
-    """But for the embedding table: a rank holds both ends of the model, and adds up both their gradients as they come."""
+    """But for the embedding table: a rank holds both ends of the model, and adds up both gradients as they come."""
 
     def whole(ranks: list[list[list[tuple[str, int, torch.Tensor]]]], half: int) -> dict[str, torch.Tensor]:
         parts = sorted((name, start, part.tolist()) for rank in ranks for name, start, part in rank[half])
@@ -368,7 +368,7 @@ def is_poisoned(_trainer: Trainer) -> None:
     ids=str,
 )
 def test_memory_that_nobody_wrote_enters_nothing(case: Case) -> None:
-    """No bit of three steps changes when all uninitialised memory is NaN: buffers, idle experts, rows after the last."""
+    """No bit of three steps changes when all uninitialised memory is NaN: buffers, idle experts, rows past the last."""
     case = replace(case, precision="bf16", steps=3)
     plain = run(case)
     with poisoned_memory():

@@ -46,7 +46,8 @@ def test_the_overlapped_pair_has_the_bits_of_the_plain_order(case: Case) -> None
     "case",
     [
         Case(1, 2, 2, "overlapped_1f1b", precision="bf16", skew=True),
-        Case(2, 2, 2, "overlapped_1f1b", precision="fp32", mtp_depth=2, tied=True, stages=("embedding+1L", "3L+head+mtp")),
+        Case(2, 2, 2, "overlapped_1f1b", precision="fp32", mtp_depth=2, tied=True,
+             stages=("embedding+1L", "3L+head+mtp")),
         Case(1, 4, 4, "dualpipev", precision="fp32", mtp_depth=2, tied=True, skew=True, padding=True),
         Case(2, 2, 2, "dualpipev", precision="bf16", mtp_depth=0, padding=True, recompute="full"),
         Case(4, 2, 2, "dualpipe", precision="fp32", mtp_depth=2, tied=True, layers=7, rows=16),

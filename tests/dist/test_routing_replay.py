@@ -59,8 +59,10 @@ def test_other_sizes_and_damage_are_refused_on_all_ranks(tmp_path: Path) -> None
     run_ranks(RECORDED.world, _record, tmp_path)
     path, case = tmp_path / "step_2", Case(dp=2, ep=2)
     told = run_ranks(2, _refused, replace(case, rows=16), path)
-    assert told[0] == told[1] == (
-        f"train.global_batch=16: {path} was recorded with train.global_batch=8; use train.global_batch=8"
+    assert (
+        told[0]
+        == told[1]
+        == (f"train.global_batch=16: {path} was recorded with train.global_batch=8; use train.global_batch=8")
     )
     file = next(path.glob("rank_*.safetensors"))
     data = bytearray(file.read_bytes())

@@ -76,7 +76,14 @@ def test_a_sweep_runs_as_jobs(tmp_path: Path) -> None:
     if slurm.missing():
         pytest.skip(slurm.missing())
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = ["model=tiny", "parallel.dp=2", "parallel.ep=2", "train.steps=2", "train.seq_len=32", "train.eval_sequences=8"]
+    words = [
+        "model=tiny",
+        "parallel.dp=2",
+        "parallel.ep=2",
+        "train.steps=2",
+        "train.seq_len=32",
+        "train.eval_sequences=8",
+    ]
     words += [*WORDS[4:7], "optim.lr=1e-3,3e-3", "run.name=rates"]
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2", "hydra.launcher.cpus_per_task=1"]
     with slurm.cluster(tmp_path / "slurm", cpus=4) as environment:

@@ -86,8 +86,12 @@ def test_measured_beside_simulated(ranks: list[dict[str, Any]]) -> None:
         assert all(a.start < a.end <= b.start for a, b in zip(actions, actions[1:], strict=False))
     assert all(cost.f > 0 and cost.b >= cost.w >= 0 for cost in first["costs"])
     end = max(timed.end for actions in measured for timed in actions)
-    texts = [text.text or "" for text in ElementTree.fromstring(first["picture"]).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a step: measured", "simulated", f"whole step {end:.6g}", f"whole step {simulation.makespan:.6g}"} <= set(texts)
+    texts = [
+        text.text or "" for text in ElementTree.fromstring(first["picture"]).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert {"a step: measured", "simulated", f"whole step {end:.6g}", f"whole step {simulation.makespan:.6g}"} <= set(
+        texts
+    )
 
 
 def test_the_trace_file_nests(ranks: list[dict[str, Any]]) -> None:
