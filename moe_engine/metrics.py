@@ -52,14 +52,13 @@ def peak_memory_gib(device: torch.device) -> float:
 class StepMetrics:
     """One line of metrics.jsonl. Losses in nats per valid target; rates are those of the whole job.
 
-    tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s;
+    tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s.
     Of the MoE layer where they are worst: expert_load_max_over_mean, rank_load_max_over_mean and expert_load_entropy;
-    dropped_share: of all choices of experts, those that moe.capacity_factor dropped, where it is set;
     dead_experts: over all layers; expert_load_by_layer: these figures of each layer, see `expert_load.LoadFigures`.
-    Only in steps after which experts moved: experts_moved; rank_load_before and rank_load_after, the predicted
-    max/mean in the layer where it is largest; placement_s, what it took. Only with trace.enabled: pipeline_s, the pass
-    over all actions; bubble_per_rank, each rank's idle fraction of it; exposed_communication_s_per_rank, see
-    pipeline.trace.
+    dropped_share: of all choices of experts, those that moe.capacity_factor dropped, where it is set. Only in steps
+    after which experts moved: experts_moved; rank_load_before and rank_load_after, the predicted max/mean in the layer
+    where it is largest; placement_s, what it took. Only with trace.enabled: pipeline_s, the pass over all actions;
+    bubble_per_rank, each rank's idle fraction of it; exposed_communication_s_per_rank, see pipeline.trace.
     """
 
     step: int

@@ -174,7 +174,7 @@ class Trainer:
                 layer.choices = ForcedChoices(loads, zlib.crc32(f"{name} of {self.groups.data.rank}".encode()))
         elif mode.kind == "replay":
             rows = config.train.global_batch // self.groups.layout.dp
-            found = load_choices(Path(mode.file), list(layers), config, self._first_row(), rows, self.groups.world)
+            found = load_choices(Path(mode.folder), list(layers), config, self._first_row(), rows, self.groups.world)
             for name, layer in layers.items():
                 layer.choices = RecordedChoices(found[name])
 

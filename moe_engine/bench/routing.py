@@ -49,7 +49,7 @@ def problems(routing: Sequence[str], config: Config, resolved: Sequence[Config])
         mode = routing_mode(text)
         for case in resolved if mode.kind == "replay" else ():
             try:
-                check_choices(Path(mode.file), case)
+                check_choices(Path(mode.folder), case)
             except ConfigError as error:
                 found += str(error).splitlines()
     return found

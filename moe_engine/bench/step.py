@@ -318,7 +318,7 @@ def _candidates(
             routed = copy.deepcopy(config)
             routed.moe.routing = routing.routing_of(name)
             found[name] = _Engine(Trainer(routed, rank, device), device, rank)
-        if name in PEERS:
+        else:
             alone = copy.deepcopy(config)
             alone.parallel.dp = alone.parallel.ep = 1
             alone.train.global_batch //= config.parallel.dp or 1

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.schema import Config, RecomputeConfig
+from moe_engine.config.schema import Config
 from moe_engine.config.validate import resolve, validate
 from moe_engine.planner.collectives import step_bytes
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
@@ -30,7 +30,7 @@ def job(config: PlanConfig) -> Config:
         parallel=config.parallel,
         pipeline=config.pipeline,
         precision=config.precision,
-        recompute=_recompute(config.plan.recompute),
+        recompute=recompute_section(frozenset(config.plan.recompute)),
         train=config.train,
     )
     asked.run.ranks, asked.train.eval_sequences, asked.train.sample_tokens = config.cluster.gpus, 0, 0
@@ -42,11 +42,6 @@ def job(config: PlanConfig) -> Config:
     if not 0 <= config.rank < world:
         raise ConfigError(f"rank={config.rank}: ranks are 0 to {world - 1}; use rank=0")
     return asked
-
-
-def _recompute(names: list[str]) -> RecomputeConfig:
-    """What the planner's names mean to the engine."""
-    return recompute_section(frozenset(names))
 
 
 def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:

@@ -142,7 +142,7 @@ def _check_choices(config: Config) -> None:
     if mode.kind == "replay":
         with launch.interrupt_ends_at_once():
             from moe_engine.checkpoint.choices import check_choices
-        check_choices(Path(mode.file), config)
+        check_choices(Path(mode.folder), config)
 
 
 def _check_schedule(config: Config, sizes_are_valid: bool) -> None:

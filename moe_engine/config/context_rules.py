@@ -33,11 +33,11 @@ def check_context_parallel(rules: Rules) -> None:
             "precision=fp8 has the up-projection in blocks of all heads, and ulysses needs some heads of it; "
             "use cp.payload=kv, or cp.exchange=ring",
         )
-    if rules.sound("moe.routing") and rules["moe.routing"].startswith("replay"):
+    if rules.sound("moe.routing") and rules["moe.routing"].startswith("replay:"):
         rules.refuse(
             "moe.routing", f"a step is replayed in whole sequences, and parallel.cp={cp}; use moe.routing=natural"
         )
-    if rules["moe.record_routing"]:
+    if rules["moe.record_routing"] > 0:
         rules.refuse(
             "moe.record_routing",
             f"a step is recorded in whole sequences, and parallel.cp={cp}; use moe.record_routing=0",

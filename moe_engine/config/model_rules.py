@@ -11,13 +11,13 @@ BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 ATTENTION = ("mla", "gqa")
 ROPE_STYLES = ("interleaved", "halves")
 ROPE_SCALINGS = ("none", "yarn")
-# Options that are counted and planned for, but not computed: the value that turns each off, and what it would need.
+# Options that are counted and planned for, but no model computes: the value that turns each off, and what is missing.
 UNBUILT: Mapping[str, tuple[bool | float, str]] = MappingProxyType(
     {
         "attention_bias": (False, "biases in attention are not built yet"),
         "attention_sinks": (False, "attention sinks are not built yet"),
-        "expert_biases": (False, "biases of the router and the experts are not built yet"),
-        "swiglu_limit": (0.0, "the clamped SwiGLU is not built yet"),
+        "expert_biases": (False, "biases of the router and the experts are in MoELayer alone so far"),
+        "swiglu_limit": (0.0, "the clamped SwiGLU is in MoELayer alone so far"),
     }
 )
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from moe_engine.config.errors import ConfigError
 
 NATURAL = "natural"
-EXAMPLES = "there are natural, balanced, skewed:<x> (for example skewed:2) and replay:<file>"
+EXAMPLES = "there are natural, balanced, skewed:<x> (for example skewed:2) and replay:<folder>"
 
 
 @dataclass(frozen=True)
 class RoutingMode:
-    """kind: natural | forced | replay; skew: the most loaded expert's load over the mean; file: of recorded choices."""
+    """kind: natural | forced | replay; skew: the most loaded expert's load over the mean; folder: a recorded step."""
 
     kind: str
     skew: float = 1.0
-    file: str = ""
+    folder: str = ""
 
 
 def routing_mode(text: str) -> RoutingMode:
-    """Read `natural`, `balanced` (the same as skewed:1), `skewed:<x>` or `replay:<file>`.
+    """Read `natural`, `balanced` (the same as skewed:1), `skewed:<x>` or `replay:<folder>`.
 
     Raises ConfigError with the rule alone: whoever has the option puts its name before.
     """
@@ -31,7 +31,7 @@ def routing_mode(text: str) -> RoutingMode:
     if text == "balanced":
         return RoutingMode("forced")
     if word == "replay" and rest:
-        return RoutingMode("replay", file=rest)
+        return RoutingMode("replay", folder=rest)
     if word == "skewed" and colon:
         try:
             skew = float(rest)

@@ -308,7 +308,7 @@ def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
 
 def _check_routing_mode(rules: _Rules) -> None:
     """Choices that do not come from the router."""
-    routing, record, cp = "moe.routing", "moe.record_routing", "parallel.cp"
+    routing, record = "moe.routing", "moe.record_routing"
     rules.at_least(0, record)
     if rules.sound(record, "train.steps") and rules[record] > rules["train.steps"]:
         last = rules["train.steps"]
@@ -317,10 +317,6 @@ def _check_routing_mode(rules: _Rules) -> None:
         problem = routing_problem(routing, rules[routing], rules["model.num_experts"], rules["model.top_k"])
         if problem:
             rules.refuse(routing, problem)
-    if rules.sound(cp) and rules[cp] > 1:
-        for name, used in ((record, rules[record] > 0), (routing, rules[routing].startswith("replay:"))):
-            if used and rules.sound(name):
-                rules.refuse(name, f"recorded choices go by whole sequences; use {cp}=1")
 
 
 def _check_placement(rules: _Rules) -> None:

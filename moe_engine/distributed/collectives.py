@@ -7,7 +7,8 @@ a local no-op, so code above never asks whether an axis is used. It fixes what t
   sum): an all-reduce adds in an order that depends on the backend and on a value's offset in the buffer, and
   bits would change with the layout;
 * no call changes its argument, and none records into autograd (an all-to-all on a tensor that requires a
-  gradient would silently cut the graph: the autograd functions of `moe.dispatch` are the only door);
+  gradient would silently cut the graph: the autograd functions of `moe.dispatch` and `model.context_parallel` are
+  the only doors);
 * started operations return a `Pending`, which keeps the buffers alive until it is waited for;
 * every call can be recorded in a `CollectiveLog`, since two ranks that enqueue in different orders swap data
   silently on Gloo and deadlock on NCCL: tests compare the logs of all ranks.

@@ -27,7 +27,7 @@ from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import Stage
 from moe_engine.ops.choose import chosen_ids
 from moe_engine.planner.job import placement_of
-from moe_engine.trainer import Trainer
+from moe_engine.trainer import Connect, Trainer
 
 FAKED = (
     "numbers: floating-point tensors have sizes and no values; what they would decide is 0",
@@ -98,10 +98,11 @@ def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
 
 def _communicators(groups: Groups) -> list[Communicator]:
     alone = [groups.world, groups.data, groups.cp, groups.cp_counts, groups.ep, groups.ep_counts]
-    return [*alone, *groups.dense.values(), *groups.expert.values(), *groups.edges.values()]
+    several = (groups.dense, groups.expert, groups.edges)
+    return [*alone, *(groups.ep_nodes or ()), *(each for found in several for each in found.values())]
 
 
-def _connector(config: Config) -> Callable[[Layout, Placement, int, CollectiveLog | None], Groups]:
+def _connector(config: Config) -> Connect:
     """Makes communicators without anybody at the other end; the world knows who owns what of the parameters."""
     sizes = {
         name: piece.numel()

@@ -1,1 +1,1 @@
-"""What a run will cost, by arithmetic on its configuration: floating-point operations, parameters. No torch."""
+"""What a run will cost, by arithmetic on its configuration: FLOPs, memory, messages, time, best layout. No torch."""

@@ -41,11 +41,6 @@ class Answer:
         """Of the fullest rank."""
         return max(rank.total for rank in self.memory)
 
-    @property
-    def margin_bytes(self) -> float:
-        """What is left on the card beside the fullest rank and the runtime; negative: does not fit."""
-        return room(self.request.cluster) - self.peak_bytes
-
     def days(self, tokens: float) -> float:
         """Days to train on so many tokens."""
         return tokens / self.tokens_per_step * self.time.seconds / SECONDS_OF_A_DAY

@@ -82,7 +82,7 @@ def request(
     if search:
         parallel = ParallelConfig(zero=parallel.zero)
         pipeline, train = PipelineConfig(), replace(train, micro_batch=1)
-    problems = _problems(model, parallel, pipeline, train, cluster, plan)
+    problems = _problems(parallel, pipeline, train, plan)
     if not problems and not search:
         problems = _misfits(model, parallel, train, cluster, plan)
     if problems:
@@ -136,14 +136,7 @@ def efficiency_of(plan: PlanSection, known: Efficiency) -> Efficiency:
     return Efficiency(**{name: getattr(plan, name) or value for name, value in vars(known).items()})
 
 
-def _problems(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    pipeline: PipelineConfig,
-    train: TrainConfig,
-    cluster: ClusterConfig,
-    plan: PlanSection,
-) -> list[str]:
+def _problems(parallel: ParallelConfig, pipeline: PipelineConfig, train: TrainConfig, plan: PlanSection) -> list[str]:
     problems = []
     if pipeline.stages:
         problems.append(

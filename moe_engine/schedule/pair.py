@@ -40,7 +40,7 @@ class Step(NamedTuple):
 # follows from `attn(B)` of j. The first combine(B) stands before the first round.
 
 # For a device whose computation blocks the caller: each exchange starts as soon as its input is there. For
-# `dispatch(F)` that is when its counts have arrived, a moment after attn(F): see `pipeline.overlap.Courier`.
+# `dispatch(F)` that is when its counts have arrived, a moment after attn(F): see `pipeline.overlap.Exchanges`.
 BLOCKING = "attn(F) dispatch(F) mlp(B) dispatch(B) mlp(W) mlp(F) combine(F) attn(B) combine(B) attn(W)"
 
 # The same without a second thread: dispatch(F) starts only after mlp(B), when its counts are surely there.

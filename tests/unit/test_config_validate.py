@@ -128,8 +128,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "trained; use model.attention_bias=false",
     ),
     ({"model__attention_sinks": True}, "model.attention_sinks=true: attention sinks are not built yet"),
-    ({"model__expert_biases": True}, "model.expert_biases=true: biases of the router and the experts are not built"),
-    ({"model__swiglu_limit": 7.0}, "model.swiglu_limit=7.0: the clamped SwiGLU is not built yet"),
+    ({"model__expert_biases": True}, "model.expert_biases=true: biases of the router and the experts are in MoELayer"),
+    ({"model__swiglu_limit": 7.0}, "model.swiglu_limit=7.0: the clamped SwiGLU is in MoELayer alone so far"),
     ({"moe__z_loss_weight": -0.1}, "moe.z_loss_weight=-0.1: must be 0 or more"),
     ({"model__rope_theta": 0.0}, "model.rope_theta=0.0: must be larger than 0, for example model.rope_theta=10000.0"),
     (

@@ -103,9 +103,9 @@ def test_modes_are_read_strictly() -> None:
     assert routing_mode("natural") == RoutingMode("natural")
     assert routing_mode("balanced") == routing_mode("skewed:1") == RoutingMode("forced", 1.0)
     assert routing_mode("skewed:2.5") == RoutingMode("forced", 2.5)
-    assert routing_mode("replay:runs/a:b/step_1") == RoutingMode("replay", file="runs/a:b/step_1")
+    assert routing_mode("replay:runs/a:b/step_1") == RoutingMode("replay", folder="runs/a:b/step_1")
     for text, told in {
-        "balance": "no such choice; there are natural, balanced, skewed:<x> (for example skewed:2) and replay:<file>",
+        "balance": "no such choice; there are natural, balanced, skewed:<x> (for example skewed:2) and replay:<folder>",
         "": "no such choice",
         "replay:": "no such choice",
         "skewed": "no such choice",

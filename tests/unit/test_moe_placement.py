@@ -1,4 +1,4 @@
-"""Which expert sits on which rank, and what a layer computes with its experts moved."""
+"""Which expert sits on which rank, in contiguous blocks and moved."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ sends and receives nothing joins all of them.
     hierarchical.py  two: between nodes once per node, then within the node
     further.py       rows beyond the bound on what a rank holds, in rounds of their own
     exchange.py      the functions above, with their backwards
+    graph.py         the same as nodes of a compiled graph
 """
 
 from moe_engine.moe.dispatch.exchange import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_engine.moe.dispatch.further import Rounds
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
-from moe_engine.moe.dispatch.links import Journey, Links
+from moe_engine.moe.dispatch.links import Journey, Links, as_it_is
 from moe_engine.moe.dispatch.rows import join_slots, plan_rows, split_slots
 from moe_engine.moe.placement import ExpertPlacement
 
@@ -38,7 +38,7 @@ class AllToAllHandle(DispatchHandle):
         return self._there(join_slots(ids, weights), "dispatch slots", lambda got: split_slots(got, weights.dtype))
 
     def send(self, x: Tensor, what: str) -> Journey[Tensor]:
-        return self._there(x, what, _same)
+        return self._there(x, what, as_it_is)
 
     def send_back(self, x: Tensor, what: str) -> Journey[Tensor]:
         return self._back(x, what)
@@ -52,11 +52,7 @@ class AllToAllHandle(DispatchHandle):
 
     def _back(self, x: Tensor, what: str) -> Journey[Tensor]:
         splits = self.recv_splits, self.sent.splits
-        return Journey(self.links.rows.all_to_all(x, *splits, f"{self.label} {what}"), _same)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+        return Journey(self.links.rows.all_to_all(x, *splits, f"{self.label} {what}"), as_it_is)
 
 
 @torch.no_grad()

@@ -32,8 +32,8 @@ Exchange = Callable[["DispatchHandle", Tensor, Tensor], Tensor]  # (handle, x, w
 class Rounds:
     """How one rank's choices are shared out over rounds, of which it fills the first `count`.
 
-    sums: from tokens to the rows of all rounds, one round
-    after the other, in the order in which a token's rows are summed; start: the exchange of a round's choices.
+    sums: from tokens to the rows of all rounds, one round after the other, in the order in which a token's rows are
+    summed; start: the exchange of a round's choices.
     """
 
     count: int

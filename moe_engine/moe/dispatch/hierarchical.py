@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_engine.distributed.collectives import Communicator, Pending
 from moe_engine.moe.dispatch.further import Rounds
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
-from moe_engine.moe.dispatch.links import Journey, Links
+from moe_engine.moe.dispatch.links import Journey, Links, as_it_is
 from moe_engine.moe.dispatch.rows import RowPlan, join_slots, plan_rows, split_slots
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.permute import permute, unpermute
@@ -103,14 +103,14 @@ class HierarchicalHandle(DispatchHandle):
 
     def send_back(self, x: Tensor, what: str) -> Journey[Tensor]:
         return Journey(
-            self._fan_in(x, what), _same, lambda rows: self._across_back(unpermute(rows, self.onward.tokens), what)
+            self._fan_in(x, what), as_it_is, lambda rows: self._across_back(unpermute(rows, self.onward.tokens), what)
         )
 
     def send_slots_back(self, d_weights: Tensor) -> Journey[Tensor]:
         what = "dispatch slots backward"
         return Journey(
             self._fan_in(d_weights, what),
-            _same,
+            as_it_is,
             lambda rows: self._across_back(self.onward.unpack_weights(rows), what),
         )
 
@@ -131,10 +131,6 @@ class HierarchicalHandle(DispatchHandle):
 
     def _in_order(self, x: Tensor) -> Tensor:
         return x if self.arrival.order is None else x.index_select(0, self.arrival.order)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 @torch.no_grad()

@@ -33,12 +33,6 @@ class Links:
     nodes: tuple[Communicator, Communicator] | None = None
     max_recv_rows: int = 0
 
-    @classmethod
-    def alone(cls) -> Links:
-        """All experts on this rank."""
-        alone = Communicator.alone()
-        return cls(alone, alone)
-
     @property
     def size(self) -> int:
         return self.rows.size
@@ -73,3 +67,8 @@ class Journey(Generic[T]):
             self.advance()
             self._done.append(self._finish(self._pending.wait()))
         return self._done[0]
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """The `finish` of a journey whose last result is what is wanted."""
+    return x
