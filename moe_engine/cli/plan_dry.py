@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import Config
+from moe_engine.config.strict import shown
 from moe_engine.config.validate import resolve, validate
 from moe_engine.planner.collectives import step_bytes
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.job import cut_of
 from moe_engine.planner.memory import rank_memory
 from moe_engine.planner.report import Table
+from moe_engine.planner.request import PlanSection
 from moe_engine.planner.stages import Cut
 from moe_engine.planner.strategy import recompute_section
 from moe_engine.planner.timing import stage_cost, step_work
@@ -21,6 +23,13 @@ from moe_engine.schedule.simulate import Timed, simulate
 
 if TYPE_CHECKING:
     from moe_engine.cli.plan import PlanConfig
+
+
+# Of section `plan`, what a dry run reads: the routing, what is recomputed, and where planned times come from.
+_READ = (
+    "load", "recompute", "compute", "efficiencies", "software", "matmul", "grouped", "attention", "memory", "links",
+    "block_us",
+)  # fmt: skip
 
 
 def job(config: PlanConfig) -> Config:
@@ -42,6 +51,16 @@ def job(config: PlanConfig) -> Config:
     if not 0 <= config.rank < world:
         raise ConfigError(f"rank={config.rank}: ranks are 0 to {world - 1}; use rank=0")
     return asked
+
+
+def _unread(plan: PlanSection) -> list[str]:
+    """Notes on what only arithmetic can take for granted: the engine does what it does."""
+    usual = PlanSection()
+    given = [name for name, value in vars(plan).items() if name not in _READ and value != getattr(usual, name)]
+    return [
+        f"{shown(f'plan.{name}', getattr(plan, name))} is for the planner; a dry run has no use for it"
+        for name in given
+    ]
 
 
 def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:
@@ -73,6 +92,7 @@ def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], di
         f"rank {config.rank}: {place}; {found.parameters:,} parameters",
         "routing: " + ("balanced" if load == 1 else f"max_load={load:g}, this rank's experts are the busiest"),
         f"ran in {seconds:.1f} s",
+        *_unread(config.plan),
     ]
     if config.plan.compute not in ("", "bf16"):
         notes.append(
