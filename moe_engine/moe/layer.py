@@ -122,7 +122,7 @@ class MoELayer(nn.Module):
             shared_hidden = config.num_shared_experts * config.expert_hidden
             self.shared = DenseMLP(config.dim, shared_hidden, dtype, device, activation)
         if precision == "fp8":
-            use_fp8(self, Fp8())
+            use_fp8(self, Fp8(keep=False))
         if seed is not None:
             self.reset_parameters()
 
@@ -264,8 +264,8 @@ class MoELayer(nn.Module):
         """x [B, S, D] (or [T, D]: one sequence) -> the same shape, in x's dtype; token_mask without the last dimension.
 
         token_mask: False for padding, which is routed but counts neither as load nor in the balance losses.
-        With return_aux also the weighted balance loss, averaged over the sequences of this call, and z-loss, averaged
-        over its tokens: their sum, a scalar (to look at only, where it is attached).
+        With return_aux also the weighted balance loss, averaged over the sequences of this call (those with any token),
+        and z-loss, averaged over its tokens: their sum, a scalar (to look at only, where it is attached).
         """
         if self.precision is None:
             out, aux = self._forward(x, token_mask, queue)
@@ -288,10 +288,7 @@ class MoELayer(nn.Module):
         out, shared, aux = exchange(flat, (B, S), token_mask, queue)
         if shared is not None:
             out = out + shared
-        if aux is not None:
-            tokens = max(B * S, 1) if token_mask is None else token_mask.sum().clamp(min=1)
-            aux = aux[0] / max(B, 1) + aux[1] / tokens
-        return out.view(x.shape), aux
+        return out.view(x.shape), None if aux is None else _mean(aux, (B, S), token_mask)
 
     def _exchange(
         self, x: Tensor, shape: tuple[int, int], token_mask: Tensor | None, queue: WgradQueue | None
@@ -333,3 +330,12 @@ class MoELayer(nn.Module):
     def update_balance_after(self, optimizer: torch.optim.Optimizer, group: Any = None) -> Any:
         """Call `update_balance(group)` after every step of the optimizer; what is returned can `remove()` it again."""
         return optimizer.register_step_post_hook(lambda *_: self.update_balance(group))
+
+
+def _mean(losses: Tensor, shape: tuple[int, int], token_mask: Tensor | None) -> Tensor:
+    """Balance loss by sequence plus z-loss by token, of their sums [2]; padding is neither."""
+    B, S = shape
+    if token_mask is None:
+        return losses[0] / max(B, 1) + losses[1] / max(B * S, 1)
+    sequences, tokens = token_mask.view(B, S).any(dim=1).sum(), token_mask.sum()
+    return losses[0] / sequences.clamp(min=1) + losses[1] / tokens.clamp(min=1)

@@ -59,11 +59,12 @@ class Fp8:
     sees, as any ordinary optimizer makes, is noticed without it.
 
     wgrad: fp8 | bf16, the format of the operands of weight gradients. power_of_two: of scales; others are finer, but
-    then changing the tiles of a cached input from rows to columns rounds once more.
+    then changing the tiles of a cached input from rows to columns rounds once more. keep: False makes codes at every
+    use, where nobody says when weights move (FSDP2 gathers them into the same tensors, and torch sees no change).
     """
 
-    def __init__(self, wgrad: str = "fp8", power_of_two: bool = True) -> None:
-        self.wgrad, self.power_of_two = wgrad, power_of_two
+    def __init__(self, wgrad: str = "fp8", power_of_two: bool = True, keep: bool = True) -> None:
+        self.wgrad, self.power_of_two, self.keep = wgrad, power_of_two, keep
         self._kept: dict[int, tuple[ref[Tensor], int, WeightCodes]] = {}
 
     def weight(self, weight: Tensor) -> WeightCodes:
@@ -75,7 +76,7 @@ class Fp8:
             stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
             codes, transposed, scale = quantize_blocks(stacked, FORWARD_AMAX, self.power_of_two)
             made = WeightCodes(codes, scale, transposed, scale.transpose(1, 2).contiguous())
-        if weight.is_leaf:
+        if self.keep and weight.is_leaf:
             self._kept[id(weight)] = (ref(weight), weight._version, made)
         return made
 
@@ -84,7 +85,7 @@ class Fp8:
         self._kept.clear()
 
     def __deepcopy__(self, _memo: Any) -> Fp8:
-        return Fp8(self.wgrad, self.power_of_two)  # a copied module has weights of its own
+        return Fp8(self.wgrad, self.power_of_two, self.keep)  # a copied module has weights of its own
 
 
 def use_fp8(module: nn.Module, fp8: Fp8 | None) -> None:

@@ -164,6 +164,26 @@ def test_two_ranks_equal_the_bare_layer(name: str, ep: bool) -> None:
     assert_equal_bare(run_ranks(2, _wrapped, WRAPPERS[name], ep, 1), bare())
 
 
+def _sharded_in_fp8(rank: int) -> None:
+    config = make_config()
+    options: dict[str, Any] = dict(precision="fp8", dtype=torch.bfloat16)
+    layer, twin = MoELayer(config, **options), MoELayer(config, **options)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    x = batch()[0].bfloat16()
+    before = layer(x)
+    before.square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1e-3).step()
+    twin.load_state_dict({name: value.full_tensor() if isinstance(value, DTensor) else value
+                          for name, value in layer.state_dict().items()})  # fmt: skip
+    after = layer(x)
+    assert torch.equal(after, twin(x)) and not torch.equal(after, before)
+
+
+def test_weights_gathered_by_fsdp2_are_quantised_anew() -> None:
+    """It writes them into tensors of the step before, whose version stays."""
+    run_ranks(2, _sharded_in_fp8)
+
+
 def test_ddp_counts_every_micro_batch() -> None:
     """DDP sends the first rank's buffers to all before each forward: loads that others have counted must outlive it."""
     ranks = run_ranks(2, _wrapped, _ddp, False, 2)

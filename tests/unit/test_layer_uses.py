@@ -166,6 +166,21 @@ def test_precision_sets_the_format_of_products_whatever_the_parameters_have(prec
         assert 1e-8 < calc_diff(mine, exact) < (1e-4 if precision == "bf16" else 1e-2)
 
 
+def test_a_layer_in_fp8_works_without_gradients_and_sees_weights_that_move_behind_autograds_back() -> None:
+    layer = MoELayer(make_config(), precision="fp8", dtype=torch.bfloat16)
+    x = tokens(10, 24, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = layer(x)
+    for parameter in layer.parameters():
+        parameter.data.copy_(parameter.data.flip(0))
+    twin = MoELayer(make_config(), precision="fp8", dtype=torch.bfloat16)
+    twin.load_state_dict(layer.state_dict())
+    wide = MoELayer(make_config(), precision="fp8")
+    with torch.inference_mode():
+        assert torch.equal(layer(x), twin(x)) and not torch.equal(layer(x), before)
+        assert wide(x.float()).isfinite().all()
+
+
 def test_native_precision_is_deaf_to_autocast() -> None:
     layer, native = MoELayer(make_config()), MoELayer(make_config(), precision="native")
     x = tokens(10, 24)

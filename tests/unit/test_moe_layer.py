@@ -166,6 +166,8 @@ def test_a_sequence_of_padding_alone_has_no_balance_loss() -> None:
     packed = layer.pack(x.view(-1, 24), (2, 6), mask.view(-1))
     alone = layer.pack(x[0], (1, 6))
     torch.testing.assert_close(packed.aux_loss, alone.aux_loss, rtol=1e-14, atol=0)
+    mean, mean_alone = (layer(rows, valid, return_aux=True)[1] for rows, valid in ((x, mask), (x[:1], None)))
+    torch.testing.assert_close(mean, mean_alone, rtol=1e-14, atol=0)
 
 
 def test_deferred_weight_gradients_are_bit_equal_and_hooks_fire_once_at_w_time() -> None:
