@@ -75,12 +75,12 @@ def test_numbers_have_no_data_and_integers_do() -> None:
 def test_a_dry_run_prints_what_a_rank_of_a_cluster_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["model=mini_v3", "cluster.gpus=1024", "parallel.pp=4", "parallel.ep=8", "pipeline=dualpipe"]
     words += ["train.global_batch=2048", "train.micro_batch=1", "train.seq_len=64", f"out={tmp_path / 'dry.json'}"]
-    words += ["plan.stage_layers=[1,2]"]
+    words += ["plan.keeping=megatron"]
     assert main(["plan", "dry_run=true", "rank=777", *words]) == 0
     text = capsys.readouterr().out
     for part in ("Rank 777 of 1024", "kept for backward", "all_to_all", "reduce_scatter_sum", "What is faked"):
         assert part in text
-    assert "plan.stage_layers=[1, 2] is for the planner; a dry run has no use for it" in text.replace("\n", " ")
+    assert "plan.keeping=megatron is for the planner; a dry run has no use for it" in text
     assert (tmp_path / "dry.json").exists()
 
 
