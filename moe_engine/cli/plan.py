@@ -225,6 +225,10 @@ def _check_options(config: PlanConfig) -> None:
         problems.append(f"topic={config.topic}: no such topic; use topic={TOPICS[0]}")
     if config.tokens <= 0:
         problems.append(f"tokens={config.tokens}: must be positive; use tokens=1e12")
+    if config.dry_run and config.search:
+        problems.append("search=true: a dry run is of one layout; use search=false, or dry_run=false")
+    if config.rank and not config.dry_run:
+        problems.append(f"rank={config.rank}: is which rank of a dry run; use dry_run=true, or rank=0")
     out = Path(config.out)
     suffixes: tuple[str, ...]
     if config.fit:

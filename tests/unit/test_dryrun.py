@@ -87,13 +87,18 @@ def test_a_dry_run_prints_what_a_rank_of_a_cluster_holds(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rank=8"], "rank=8: ranks are 0 to 7; use rank=0"),
-        (["plan.recompute=[moe]"], "plan.recompute=[moe]: the engine recomputes"),
-        (["parallel.tp=2"], "parallel.tp=2"),
+        (["dry_run=true", "rank=8"], "rank=8: ranks are 0 to 7; use rank=0"),
+        (["dry_run=true", "plan.recompute=[moe]"], "plan.recompute=[moe]: the engine recomputes"),
+        (["dry_run=true", "parallel.tp=2"], "parallel.tp=2"),
+        (
+            ["dry_run=true", "search=true"],
+            "search=true: a dry run is of one layout; use search=false, or dry_run=false",
+        ),
+        (["rank=3"], "rank=3: is which rank of a dry run; use dry_run=true, or rank=0"),
     ],
 )
 def test_what_the_engine_cannot_run_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "dry_run=true", "model=mini_v3", "cluster.gpus=8", *words]) == 2
+    assert main(["plan", "model=mini_v3", "cluster.gpus=8", *words]) == 2
     assert message in capsys.readouterr().err
