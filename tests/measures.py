@@ -10,7 +10,7 @@ from torch import Tensor
 
 def calc_diff(a: Tensor, b: Tensor) -> float:
     """1 - 2<a,b> / (<a,a> + <b,b>) in float64: half the squared relative difference."""
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     denominator = (a.square().sum() + b.square().sum()).item()
     return 1 - 2 * (a * b).sum().item() / denominator if denominator else 0.0
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.bench import machine, record
 from moe_engine.bench.ranks import run_ranks
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
+from moe_engine.model.core_attention import fused_attention
 from moe_engine.ops.attention import Visible, attention, whole_rows
 
 OURS = "moe_engine"
@@ -153,7 +153,7 @@ def measure(rank: int, device: torch.device, sizes: list[int], dtype: str, warmu
     visible, scale = whole_rows(S), d**-0.5
     candidates = {
         OURS: lambda q, k, v: _ours(q, k, v, visible, scale),
-        TORCH: lambda q, k, v: _torch(q, k, v, scale),
+        TORCH: lambda q, k, v: fused_attention(q, k, v, scale),
     }
     truth = _formula(q, k, v, d_out, scale)
     verdicts = {name: _verdict(name, call, (q, k, v), d_out, truth, BOUNDS[dtype]) for name, call in candidates.items()}
@@ -173,13 +173,6 @@ def measure(rank: int, device: torch.device, sizes: list[int], dtype: str, warmu
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
     return attention(q, k, v, visible, scale)[0]
-
-
-def _torch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
-    q, k, padded = (x.transpose(1, 2) for x in (q, k, padded))
-    y = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
-    return y.transpose(1, 2)[..., : v.shape[-1]]
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float) -> list[Tensor]:

@@ -30,7 +30,7 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: flo
         return _flex(q, k, v, visible, scale)
     if torch.cuda.get_device_capability(q.device)[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
         return _flash3(q, k, v, scale)
-    return _fused(q, k, v, scale)
+    return fused_attention(q, k, v, scale)
 
 
 def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -41,8 +41,8 @@ def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return y
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """torch's, whose fused paths want equal head sizes: v is padded and the padding cut off again."""
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """torch's, causal, whose fused paths want equal head sizes: v is padded and the padding cut off again."""
     padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
     q, k, padded = (x.transpose(1, 2) for x in (q, k, padded))
     y = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=scale, enable_gqa=k.shape[1] < q.shape[1])

@@ -9,6 +9,7 @@ import torch
 
 from moe_engine.__main__ import main
 from moe_engine.bench import attention, machine, record
+from moe_engine.model.core_attention import fused_attention
 
 
 def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -55,6 +56,6 @@ def test_the_truth_is_that_of_autograd() -> None:
 def test_a_wrong_result_fails() -> None:
     q, k, v, d_out = (torch.randn(1, 8, 1, 4, generator=torch.Generator().manual_seed(i)) for i in range(4))
     truth = attention._formula(q, k, v, d_out, 0.5)
-    right = attention._verdict("right", lambda *x: attention._torch(*x, 0.5), (q, k, v), d_out, truth, 1e-10)
-    wrong = attention._verdict("wrong", lambda *x: attention._torch(*x, 0.4), (q, k, v), d_out, truth, 1e-10)
+    right = attention._verdict("right", lambda *x: fused_attention(*x, 0.5), (q, k, v), d_out, truth, 1e-10)
+    wrong = attention._verdict("wrong", lambda *x: fused_attention(*x, 0.4), (q, k, v), d_out, truth, 1e-10)
     assert right.passed and not wrong.passed

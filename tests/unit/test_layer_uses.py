@@ -11,6 +11,7 @@ import pytest
 import torch
 from dense_moe import dense_moe, expert, leaf_parameters, make_config, mlp
 from live_bytes import LiveBytes
+from measures import calc_diff
 from torch import Tensor, nn
 
 from moe_engine import ConfigError, MoEConfig, MoELayer, Router, experts_forward
@@ -26,11 +27,6 @@ OPTIONS: list[dict[str, Any]] = [
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def calc_diff(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return (1 - 2 * (a * b).sum() / (a.square().sum() + b.square().sum())).item()
 
 
 @pytest.mark.parametrize("changes", OPTIONS)

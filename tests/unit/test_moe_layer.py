@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from dense_moe import dense_balance_loss, dense_moe, global_tensors, leaf_parameters, make_config
+from measures import calc_diff
 from torch import Tensor
 
 from moe_engine.config.errors import ConfigError
@@ -14,11 +15,6 @@ from moe_engine.moe.dispatch import combine_arrive, sum_rows
 from moe_engine.moe.layer import MoELayer
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.wgrad_queue import WgradQueue
-
-
-def calc_diff(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return float(1 - 2 * (a * b).sum() / (a.square().sum() + b.square().sum()))
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
