@@ -164,6 +164,8 @@ class Communicator:
         try:
             with waiting:
                 yield
+        except torch.OutOfMemoryError:  # a RuntimeError as well, of this rank alone
+            raise
         except RuntimeError as error:
             raise explain(what, self.ranks, error) from error
 

@@ -42,6 +42,16 @@ def _rank(rank: int, folder: Path, way: str) -> None:
     os._exit(0)
 
 
+class _Full(Communicator):
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, start: bool = False) -> None:
+        raise torch.OutOfMemoryError("no room for the result")
+
+
+def test_a_rank_without_memory_loses_nobody() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        _Full("ep", (0, 1), 0).all_gather(torch.zeros(2))
+
+
 @pytest.mark.parametrize("way", ["all_to_all", "hierarchical"])
 def test_the_others_name_a_killed_rank(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "ROLL_CALL_S", 3.0)
