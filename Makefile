@@ -16,6 +16,13 @@ TWO := -n 2 --dist loadfile
 # pytest's exit code 5 says that a tier has no test (yet), which is no error.
 EMPTY_IS_FINE := || [ $$? -eq 5 ]
 
+# Both kinds of tests, with the options in $(1); all run, also where some fail.
+define tiers
+	@failed=; for tests in "$(TWO) $(SHARED)" "$(ALONE)"; do \
+		echo "== pytest $(1) $$tests"; $(PYTEST) $(1) --durations=10 $$tests $(ARGS) $(EMPTY_IS_FINE) || failed=1; \
+	done; test -z "$$failed"
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help install train test check slow aot gpu bench-overlap clean
 
@@ -28,9 +35,7 @@ train: $(INSTALLED) ## train the quickstart model on this machine (ARGS="train.s
 	$(BIN)/moe-engine train experiment=quickstart run.overwrite=true $(ARGS)
 
 test: $(INSTALLED) ## all tests that need no GPU and are not slow
-	@failed=; for tests in "$(TWO) $(SHARED)" "$(ALONE)"; do \
-		echo "== pytest $$tests"; $(PYTEST) --durations=10 $$tests $(ARGS) $(EMPTY_IS_FINE) || failed=1; \
-	done; test -z "$$failed"
+	$(call tiers,)
 
 check: $(INSTALLED) ## format, lint, types, import rules, fast tests
 	$(BIN)/ruff format --check .
@@ -40,13 +45,13 @@ check: $(INSTALLED) ## format, lint, types, import rules, fast tests
 	$(PYTEST) $(TWO) tests/unit $(EMPTY_IS_FINE)
 
 slow: $(INSTALLED) ## the long tests: full layout matrix, builds, long runs
-	$(PYTEST) -m slow --timeout=1800 --durations=10 tests $(ARGS) $(EMPTY_IS_FINE)
+	$(call tiers,-m slow --timeout=1800)
 
 aot: $(INSTALLED) ## compile every GPU kernel without a GPU and print what its machine code shows
 	$(BIN)/python -m moe_kernels.aot $(ARGS)
 
 gpu: $(INSTALLED) ## the tests for a machine with a CUDA device
-	$(PYTEST) -m gpu tests $(ARGS) $(EMPTY_IS_FINE)
+	$(PYTEST) -m gpu $(SHARED) $(ALONE) $(ARGS) $(EMPTY_IS_FINE)
 
 bench-overlap: $(INSTALLED) ## what the overlapped pair hides over a slow wire between two namespaces (needs root)
 	$(BIN)/moe-engine bench overlap $(ARGS)

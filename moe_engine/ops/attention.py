@@ -35,6 +35,7 @@ EDGE = 64  # queries and keys are known to be seen, or not, by blocks of this si
 QUERY_BLOCK = 64  # smaller ones skip more of what is not seen, and multiply slower
 LONG_QUERY_BLOCK = 128  # for more keys than one tile
 KEY_TILE = 512
+KEPT_KEYS = KEY_TILE  # for no more keys than this the softmax is kept for backward, beyond it is made again
 HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
 LONG_HEADS = 2  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
@@ -376,7 +377,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
-        keep = k.shape[1] <= KEY_TILE and any(ctx.needs_input_grad) and not q.is_meta
+        keep = k.shape[1] <= KEPT_KEYS and any(ctx.needs_input_grad) and not q.is_meta
         kept: Kept | None = {} if keep else None
         out, lse = attention_forward(q, k, v, visible, scale, kept=kept)
         ctx.places = sorted(kept or {})

@@ -4,7 +4,8 @@ when the order of the pair says so, while exchanges of the other half are on the
 `CutMicroBatch` takes one micro-batch through one stage. Its forward is the stage's own walk; at each stop the tensors
 that later phases read are detached, and each compute phase is a graph of its own. Its backward runs these graphs one by
 one from the last, the gradients of what travelled going back the same way. Every sum that autograd would take has the
-same terms in the same order, so the bits are those of the plain forward and backward.
+same terms in the same order, so the bits are those of the plain forward and backward. Where graphs meet only places in
+them are kept, no numbers: a tensor that no operation needs for its backward is gone once it is read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moe_engine.model.batch import Batch
 from moe_engine.model.block import Combine, Dispatch, MlpOut
@@ -88,24 +90,62 @@ class Exchanges:
             self._last = None
 
 
+class _Start:
+    """Where a graph starts: stands for a tensor whose gradient is wanted there, and takes it. Keeps no number of it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.grad: Tensor | None = None
+        self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
+
+    def take(self, grad: Tensor) -> None:
+        """Add a gradient: every graph that reads the tensor brings one."""
+        self.grad = grad if self.grad is None else self.grad + grad
+
+    def gradient(self) -> Tensor:
+        """All of it; zeros where nothing came."""
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if self.grad is None else self.grad
+
+
+class _Begin(torch.autograd.Function):
+    """x as the start of a graph. A leaf would be kept by the place of its gradient: `anchor` is one, and empty."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, start: _Start) -> Tensor:
+        ctx.start = start
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.start.take(grads[0])
+        return None, None, None
+
+
+def _begin(x: Tensor) -> tuple[Tensor, _Start]:
+    """x, detached, for the graphs that follow, and what takes its gradient."""
+    start = _Start(x)
+    begun: Tensor = _Begin.apply(torch.empty(0, device=x.device, requires_grad=True), x.detach(), start)
+    return begun, start
+
+
 @dataclass
 class _Graph:
     """One compute phase, with what connects it to the others.
 
-    cuts: what later phases read, as this one made it and as the leaf that they read. sent: what travels at its end, by
-    `handle`; arrived: the leaves that came; d_sent: gives the gradients of `sent`, once these are on their way back.
+    cuts: what later phases read: its place at the end of this graph, and its start for the others. sent: the places of
+    what travels at its end, by `handle`; arrived: the starts of what came; d_sent: gives the gradients of `sent`, once
+    these are on their way back.
     """
 
-    cuts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    sent: tuple[Tensor, ...] = ()
+    cuts: list[tuple[GradientEdge, _Start]] = field(default_factory=list)
+    sent: tuple[GradientEdge, ...] = ()
     handle: wire.DispatchHandle | None = None
-    arrived: tuple[Tensor, ...] = ()
+    arrived: tuple[_Start, ...] = ()
     d_sent: Callable[[], tuple[Tensor, ...]] = tuple
 
-    def roots(self) -> list[tuple[Tensor, Tensor | None]]:
+    def roots(self) -> list[tuple[GradientEdge, Tensor]]:
         """Where its backward begins, with the gradients there; waits for those that travel."""
-        pairs: list[tuple[Tensor, Tensor | None]] = list(zip(self.sent, self.d_sent(), strict=True))
-        return pairs + [(made, leaf.grad) for made, leaf in self.cuts if leaf.grad is not None]
+        pairs: list[tuple[GradientEdge, Tensor]] = list(zip(self.sent, self.d_sent(), strict=True))
+        return pairs + [(made, start.grad) for made, start in self.cuts if start.grad is not None]
 
 
 class _Tables(Seams):
@@ -170,9 +210,9 @@ class CutMicroBatch(_Tables):
         return self.output is not None and not self._graphs
 
     def cut(self, x: Tensor) -> Tensor:
-        leaf = x.detach().requires_grad_()
-        self._graphs[-1].cuts.append((x, leaf))
-        return leaf
+        begun, start = _begin(x)
+        self._graphs[-1].cuts.append((get_gradient_edge(x), start))
+        return begun
 
     def forward(self) -> StageOutput:
         """All of the forward in the plain order."""
@@ -234,13 +274,14 @@ class CutMicroBatch(_Tables):
         if isinstance(stop, Combine):
             rows, local = stop.mlp.rows, stop.mlp.local
             if rows is not None:
-                graph.sent, graph.handle = (rows,), stop.handle
+                graph.sent, graph.handle = (get_gradient_edge(rows),), stop.handle
                 rows = rows.detach()
             local, further = (None if x is None else self.cut(x) for x in (local, stop.mlp.further))
             return Combine(MlpOut(rows, local, further), stop.handle)
         packed = stop.out.packed
         if packed is not None:
-            graph.sent, graph.handle = (packed.rows.x, packed.rows.weights), packed.handle
+            graph.sent = (get_gradient_edge(packed.rows.x), get_gradient_edge(packed.rows.weights))
+            graph.handle = packed.handle
             rows_ = replace(packed.rows, x=packed.rows.x.detach(), weights=packed.rows.weights.detach())
             aux_loss = None if packed.aux_loss is None else self.cut(packed.aux_loss)
             weights = None if packed.expert_weights is None else self.cut(packed.expert_weights)
@@ -279,9 +320,9 @@ class CutMicroBatch(_Tables):
         arrive = self.exchanges.start(self._label(step), enqueue_back, self.by_courier and _two_hops(way))
 
         def reply() -> Any:
-            leaf = arrive().detach().requires_grad_()
-            graph.arrived = (leaf,)
-            return replace(mlp, rows=leaf)
+            begun, start = _begin(arrive())
+            graph.arrived = (start,)
+            return replace(mlp, rows=begun)
 
         self._reply = reply
 
@@ -291,7 +332,7 @@ class CutMicroBatch(_Tables):
         if not graph.sent:
             return
         handle = graph.handle
-        grads = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in graph.arrived)
+        grads = tuple(start.gradient() for start in graph.arrived)
         graph.arrived = ()
         if handle is None:
             graph.d_sent = lambda: grads
@@ -313,9 +354,9 @@ class CutMicroBatch(_Tables):
         if step.phase == "tail":
             assert self.output is not None
             if self.d_output is not None:
-                roots.append((self.output.x, self.d_output))
+                roots.append((get_gradient_edge(self.output.x), self.d_output))
             if self.output.loss is not None:
-                roots.append((self.output.loss, None))
+                roots.append((get_gradient_edge(self.output.loss), torch.ones_like(self.output.loss)))
         key = (*self.place, step.phase, step.block)
         with recorded(self.exchanges.recorder, self._label(step)), self.queue.defer(key, weights_apart):
             torch.autograd.backward([made for made, _ in roots], [gradient for _, gradient in roots])
@@ -332,7 +373,7 @@ def _bounded(handle: wire.DispatchHandle | None) -> bool:
 
 
 def _received(graph: _Graph, rows: wire.Rows) -> wire.Rows:
-    """Rows as leaves of the next graph."""
-    x, weights = rows.x.detach().requires_grad_(), rows.weights.detach().requires_grad_()
-    graph.arrived = (x, weights)
+    """Rows as starts of the next graph."""
+    (x, start), (weights, weights_start) = _begin(rows.x), _begin(rows.weights)
+    graph.arrived = (start, weights_start)
     return replace(rows, x=x, weights=weights)

@@ -14,7 +14,6 @@ from moe_engine.planner.activations import Kept
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.strategy import Strategy
-from moe_engine.planner.timing import has_pairs
 
 
 @dataclass(frozen=True)
@@ -68,29 +67,17 @@ class Sizes:
         """Experts that a row can be for."""
         return min(self.model.top_k, self.model.num_experts // self.rows.ep)
 
-    @property
-    def woven(self) -> bool:
-        """Whether forwards are cut in phases, to be woven with backwards."""
-        return (
-            self.strategy.overlapped
-            and self.strategy.layout.ep > 1
-            and has_pairs(self.strategy.schedule, self.strategy.layout.pp)
-        )
 
-
-def block_tensors(sizes: Sizes, moe: bool, woven: bool = False) -> list[Kept]:
-    """Everything that one block keeps, nothing recomputed; `woven`: of a micro-batch in a pair."""
-    woven = woven and sizes.woven
-    mlp = _moe_tensors(sizes, woven) if moe else _mlp_tensors(sizes, sizes.model.dense_hidden, "mlp")
-    own = bool(sizes.model.shared_hidden or not moe)
+def block_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
+    """Everything that one block keeps, nothing recomputed."""
+    mlp = _moe_tensors(sizes) if moe else _mlp_tensors(sizes, sizes.model.dense_hidden, "mlp")
     return [
         Kept("input", sizes.vectors, stays=True),
         _norm(sizes, "norm1 out", 1),
         *_attention_tensors(sizes),
-        Kept("residual", sizes.vectors, stays=woven),
-        Kept("norm out", sizes.vectors, () if woven else ("norm",), stays=woven),
+        Kept("residual", sizes.vectors),
+        Kept("norm out", sizes.vectors, ("norm",)),
         *mlp,
-        Kept("woven: added by this rank", sizes.vectors if woven and own else 0.0, stays=True),
     ]
 
 
@@ -180,7 +167,7 @@ def _mlp_tensors(sizes: Sizes, hidden: int, name: str) -> list[Kept]:
     return [Kept(f"{name} up", sizes.model.up_factor * size), Kept(f"{name} act", size, ("moe_act",))]
 
 
-def _moe_tensors(sizes: Sizes, woven: bool) -> list[Kept]:
+def _moe_tensors(sizes: Sizes) -> list[Kept]:
     model, rows = sizes.model, sizes.rows
     hidden = sizes.expert_rows * model.expert_hidden * sizes.read
     shared = _mlp_tensors(sizes, model.shared_hidden, "shared") if model.shared_hidden else []
@@ -191,7 +178,7 @@ def _moe_tensors(sizes: Sizes, woven: bool) -> list[Kept]:
         Kept("row weights", sizes.expert_rows * sizes.wide),
         Kept("expert up", model.up_factor * hidden),
         Kept("expert act", hidden, ("moe_act",)),
-        *(_woven_tensors(sizes) if woven else _arrived(sizes) if rows.ep > 1 else []),
+        *(_arrived(sizes) if rows.ep > 1 else []),
     ]
 
 
@@ -216,14 +203,3 @@ def _arrived(sizes: Sizes) -> list[Kept]:
     """Rows that came, kept where their experts are computed again."""
     row = sizes.model.dim * sizes.number + sizes.slots * (8 + 2 * sizes.wide - 4)
     return [Kept("arrived rows", sizes.rows.received * row, stays=True, added_by=("full",))]
-
-
-def _woven_tensors(sizes: Sizes) -> list[Kept]:
-    """Between phases a woven forward holds what it sent and what came, both ways."""
-    rows, row, weights = sizes.rows, sizes.model.dim * sizes.number, sizes.slots * sizes.wide
-    return [
-        Kept("woven: rows sent", rows.sent * (row + weights), stays=True),
-        Kept("woven: rows that came", rows.received * (row + weights), stays=True),
-        Kept("woven: results sent back", rows.received * row, stays=True),
-        Kept("woven: results that came back", rows.sent * row, stays=True),
-    ]

@@ -33,7 +33,6 @@ def cut_of(config: Config) -> Cut:
         micro_batches=pipeline.micro_batches or 1,
         seq_len=train.seq_len,
         zero=config.parallel.zero,
-        overlapped=pipeline.overlap,
         precision=Precision(
             parameter=_BYTES[precision.compute],
             gradient=_BYTES[precision.gradient],

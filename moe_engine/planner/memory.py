@@ -23,9 +23,8 @@ from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 
 KEEPING = ("engine", "megatron")
-# A micro-batch after its forward; the same, cut in phases to be woven with another's backward; and after its input
-# gradient, when what the weight gradients need waits in the queue.
-STATES = ("whole", "woven", "queued")
+# A micro-batch after its forward; and after its input gradient, when what the weight gradients need waits in the queue.
+STATES = ("whole", "queued")
 # More micro-batches than these many per stage change no peak: every schedule is in its steady state by then, and those
 # of pairs have all kinds of them.
 STEADY = 4
@@ -170,21 +169,18 @@ def live_counts(name: str, pp: int, micro_batches: int, virtual: int) -> list[li
 
 def _moments(actions: list[Action], stages: list[int]) -> set[tuple[int, ...]]:
     """What a rank keeps right after each of its actions."""
-    pairs = [half for action in actions if action.kind is Kind.FB for half in action.halves()]
-    woven = {(half.stage, half.micro_batch) for half in pairs}
     live = [0] * (len(STATES) * len(stages))
     found = set()
     for action in actions:
         for half in action.halves():
             first = len(STATES) * stages.index(half.stage)
-            made = first + ((half.stage, half.micro_batch) in woven)
             if half.kind is Kind.F:
-                live[made] += 1
+                live[first] += 1
             elif half.kind is Kind.W:
-                live[first + 2] -= 1
+                live[first + 1] -= 1
             else:
-                live[made] -= 1
-                live[first + 2] += half.kind is Kind.I
+                live[first] -= 1
+                live[first + 1] += half.kind is Kind.I
         found.add(tuple(live))
     return found
 
@@ -246,8 +242,8 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[st
     kinds = (False, True)[: 1 + cut.has_experts]
     if keeping == "engine":
         sizes = engine_kept.Sizes(model, strategy, load)
-        states = [{moe: engine_kept.block_tensors(sizes, moe, woven) for moe in kinds} for woven in (False, True)]
-        states.append({moe: engine_kept.queued_tensors(sizes, moe) for moe in kinds})
+        of_state = (engine_kept.block_tensors, engine_kept.queued_tensors)
+        states = [{moe: tensors(sizes, moe) for moe in kinds} for tensors in of_state]
     else:
         states = [{moe: block_tensors(model, strategy, moe, load) for moe in kinds}] * len(STATES)
     kept = [{moe: kept_bytes(found, strategy.recompute) for moe, found in state.items()} for state in states]

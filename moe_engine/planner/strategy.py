@@ -59,8 +59,7 @@ class Strategy:
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
     flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
     per `node` (from where links spread it). frozen: the weights are not trained (adapters are), so they have no
-    gradients and no states. overlapped: pairs of a schedule are woven phase by phase, for which each phase keeps what
-    it reads and sends.
+    gradients and no states.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -80,7 +79,6 @@ class Strategy:
     dropout: bool = False
     dispatch: str = "rank"
     frozen: bool = False
-    overlapped: bool = True
     overlap: Overlap = field(default_factory=Overlap)
 
     def __post_init__(self) -> None:

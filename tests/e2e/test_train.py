@@ -155,6 +155,8 @@ def test_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(layout: 
     expected, found = (metrics(folder / "runs" / "default") for folder in (whole, killed))
     assert without_times(found) == without_times(expected)
     summaries = [json.loads((f / "runs" / "default" / "summary.json").read_text()) for f in (whole, killed)]
+    for summary in summaries:
+        assert summary.pop("peak_memory_gib_per_rank")[0] > 0
     assert summaries[0] == summaries[1]
 
 
