@@ -82,18 +82,20 @@ def block_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
 
 
 def queued_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
-    """What the weight gradients of a block need that wait: input and output's gradient of each matrix."""
-    model, strategy, number = sizes.model, sizes.strategy, sizes.number
-    per_token, tokens = number / strategy.layout.tp, sizes.tokens
+    """What the weight gradients of a block need that wait: input and gradient of output of each matrix; in fp8, codes."""
+    model, strategy = sizes.model, sizes.strategy
+    per_token, tokens = sizes.read / strategy.layout.tp, sizes.tokens
     inputs = [tensor for tensor in block_tensors(sizes, moe) if tensor.name in _READ]
     gradients = sum(matrix.outputs for matrix in model.attention()) * tokens * per_token
     if moe:
-        rows = sizes.expert_rows * number
+        rows = sizes.expert_rows * sizes.read
         gradients += rows * (model.up_factor * model.expert_hidden + model.dim)
         hidden = model.shared_hidden
     else:
         hidden = model.dense_hidden
-    gradients += tokens * per_token * model.up_factor * hidden + (sizes.vectors if hidden else 0.0)
+    gradients += tokens * per_token * model.up_factor * hidden + (
+        sizes.vectors * sizes.read / sizes.number if hidden else 0.0
+    )
     kept = [Kept(f"queued: {tensor.name}", tensor.bytes, stays=True) for tensor in inputs]
     return [*kept, Kept("queued: gradients", gradients, stays=True)]
 
