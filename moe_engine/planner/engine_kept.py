@@ -82,7 +82,7 @@ def block_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
 
 
 def queued_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
-    """What the weight gradients of a block need that wait: input and gradient of output of each matrix; in fp8, codes."""
+    """What a block's weight gradients need that wait: input and gradient of output of each matrix; in fp8, codes."""
     model, strategy = sizes.model, sizes.strategy
     per_token, tokens = sizes.read / strategy.layout.tp, sizes.tokens
     inputs = [tensor for tensor in block_tensors(sizes, moe) if tensor.name in _READ]
