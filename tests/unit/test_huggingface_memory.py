@@ -39,8 +39,12 @@ def peak(work):
     return max(samples) - samples[0]
 
 folder = Path(sys.argv[1])
-weights = open_weights(folder / "source")
-there = peak(lambda: write_checkpoint(weights, folder / "checkpoint", None, 20_000_000))
+def checkpoint(name):
+    weights = open_weights(folder / "source")
+    return peak(lambda: write_checkpoint(weights, folder / name, None, 20_000_000))
+
+checkpoint("first")  # the first time the process itself grows: modules, the allocator's arenas
+there = checkpoint("checkpoint")
 weights = open_weights(folder / "checkpoint")
 print(json.dumps([there, peak(lambda: write_huggingface(weights, folder / "back", None, 20_000_000))]))
 """
