@@ -237,12 +237,12 @@ def moving() -> list[Case]:
         Case(dp=8, ep=2, placement=1, combine="exact"),
         Case(dp=4, ep=4, placement=2, ranks_per_node=2),
         Case(dp=1, cp=2, ep=2, placement=2),
-        Case(pp=2, dp=4, ep=2, placement=1, schedule="dualpipe", skew=True),
+        Case(pp=2, dp=4, ep=2, placement=1, schedule="dualpipe", skew=True, rows=16),
         Case(pp=4, dp=2, ep=2, placement=2, schedule="dualpipe", rows=16),
         Case(pp=2, dp=2, ep=2, placement=1, schedule="zbv", recompute="full"),
         Case(pp=2, dp=2, ep=2, placement=2, schedule="dualpipev", padding=True),
         Case(pp=2, dp=2, ep=2, placement=2, schedule="interleaved_1f1b", virtual_stages=2, model="qwen3"),
-        Case(pp=2, dp=4, ep=4, placement=1, schedule="overlapped_1f1b", model="v3_yarn", z_loss=True),
+        Case(pp=2, dp=4, ep=4, placement=1, schedule="overlapped_1f1b", model="v3_yarn", z_loss=True, rows=16),
     ]
 
 
