@@ -21,6 +21,11 @@ from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 
 _PARTS = ("embedding", "head", "mtp")  # the words of `pipeline.stages`, besides numbers of layers
 
+# In the optimizer's buffers parameters start, and shards are cut, at multiples of this many elements. Vectorised
+# kernels may treat the elements after the last full vector by other instructions; this way there are none, and no bit
+# can depend on the layout.
+ALIGNMENT = 64
+
 
 @dataclass(frozen=True)
 class Coordinate:
@@ -312,3 +317,8 @@ def part_of(name: str) -> str:
     """The part of the model that a global name belongs to: `layers.3`, `mtp.0`, `embedding`, `norm` or `head`."""
     words = name.split(".")
     return ".".join(words[:2]) if words[0] in ("layers", "mtp") else words[0]
+
+
+def aligned(numel: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,7 @@
 """The global gradient norm, equal to the last bit in every layout, and the clipping factor.
 
 Floating-point sums depend on their order, and the order depends on where shards are cut. They are cut at multiples of
-CHUNK elements (`zero.ALIGNMENT`), so the squares of each chunk of a parameter are summed in fp64, in a fixed order;
+CHUNK elements (`layout.ALIGNMENT`), so the squares of each chunk of a parameter are summed in fp64, in a fixed order;
 a parameter that is no multiple of CHUNK has chunks of one element. The sums of chunks are then summed as integers: for
 each global name, the largest magnitude in the world gives a power of two that brings them below 2^62 in all; what
 int64 cuts off goes into a second int64 with as many bits again. Integer sums are exact in any order, and the last sum,

@@ -27,14 +27,12 @@ from torch import Tensor
 from moe_engine.config.schema import OptimConfig, PrecisionConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
+from moe_engine.layout import aligned
 from moe_engine.model.names import NamedParameter
 from moe_engine.optim.adamw import adamw
 from moe_engine.optim.clip import GradientNorm, clip_scale
 from moe_engine.optim.relocate import Move, Stacked, exchange
 
-# Parameters start, and shards are cut, at multiples of this many elements. Vectorised kernels may treat the elements
-# after the last full vector by other instructions; this way there are none, and no bit can depend on the layout.
-ALIGNMENT = 64
 BLOCK = 1 << 22  # elements of a shard communicated at a time: bounds what a reduction or a gather needs beside
 UPDATE_BLOCK = 1 << 16  # elements updated at a time: the passes over master, moments and gradient stay in a CPU's cache
 
@@ -93,8 +91,8 @@ class _Bucket:
         self.offsets, used = [], 0
         for named in members:
             self.offsets.append(used)
-            used += _round_up(named.parameter.numel())
-        self.shard_size = _round_up(-(-used // size))
+            used += aligned(named.parameter.numel())
+        self.shard_size = aligned(-(-used // size))
         self.values = torch.zeros(size * self.shard_size, dtype=compute, device=device)
         self.master = torch.zeros(self.shard_size, dtype=master, device=device)
         self.owned = list(self._find_owned())
@@ -354,7 +352,3 @@ def _make_buckets(
         weight_decay = optim.weight_decay if decay else 0.0
         buckets.append(_Bucket(members[expert, holders, decay], communicator, weight_decay, precision))
     return buckets
-
-
-def _round_up(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_engine.layout import aligned
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.stages import Cut
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 from moe_engine.schedule.check import Lists, rank_of_work
-
-ALIGNMENT = 64  # elements: parameters start, and shards are cut, at multiples of it in the engine's buffers
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,12 @@ def buckets(cut: Cut, pp: int) -> list[Bucket]:
         for each in parameters_of(cut, part):
             numel = each.numel * (cut.model.num_experts // strategy.layout.ep if each.expert else 1)
             key = (each.expert, holders, each.decays)
-            used[key] = used.get(key, 0) + _round_up(numel)
+            used[key] = used.get(key, 0) + aligned(numel)
     found = []
     for (expert, holders, _), elements in sorted(used.items()):
         sharers = len(holders) * (strategy.expert_replicas if expert else strategy.dense_replicas)
-        found.append(Bucket(_round_up(-(-elements // sharers)), sharers, expert))
+        found.append(Bucket(aligned(-(-elements // sharers)), sharers, expert))
     return found
-
-
-def _round_up(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def step_bytes(cut: Cut, pp: int, load: float = 1.0, exact: bool = False) -> dict[str, int]:
