@@ -52,7 +52,7 @@ def _rows_of_codes(rank: int, case: Case) -> tuple[int, int]:
     """How many rows of codes the products of a step met, and a sum of hashes that tells which, in any order."""
     product, count, total = moe_kernels.grouped_gemm_fp8, 0, torch.zeros((), dtype=torch.int64)
 
-    def counting(a: torch.Tensor, a_scale: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counting(a: torch.Tensor, a_scale: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         nonlocal count
         bits = torch.cat((a.view(torch.uint8).long(), a_scale.T.contiguous().view(torch.int32).long()), dim=1)
         keys = torch.randint(1, 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(bits.shape[1]))
@@ -62,7 +62,7 @@ def _rows_of_codes(rank: int, case: Case) -> tuple[int, int]:
         hashes = hashes if source is None else hashes[source]
         count += len(hashes)
         total.add_(hashes.sum())
-        return product(a, a_scale, *args)
+        return product(a, a_scale, *args, **options)
 
     trainer = Trainer(config_of(case), rank, torch.device("cpu"))
     for layer in trainer.moe_layers().values() if case.skew else ():
