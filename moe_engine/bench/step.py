@@ -103,7 +103,7 @@ def help_text() -> str:
 Time whole training steps on random tokens, beside the same model in plain PyTorch (bf16 by autocast, and fp32), and
 print tokens/s, MFU and peak memory. What each candidate computes is compared before it is timed.
 
-groups of ready choices are those of train; experiment= {" | ".join(choices("experiment"))}
+groups of ready choices are those of train; experiment= {" | ".join(choices("experiment", "bench"))}
 
 options:
   bench.cases=[threads1,threads2,ep2]   threadsN: one rank of N threads; epN: N ranks of one thread, experts shared out

@@ -26,6 +26,9 @@ def sizes_of(config: Config) -> dict[str, int]:
     """What a recorded step and the one that replays it must have in common, by option."""
     model, train = config.model, config.train
     return {
+        "model.num_layers": model.num_layers,
+        "model.num_dense_layers": model.num_dense_layers,
+        "model.mtp_depth": model.mtp_depth,
         "model.num_experts": model.num_experts,
         "model.top_k": model.top_k,
         "train.global_batch": train.global_batch,
@@ -80,10 +83,15 @@ def check_choices(path: Path, config: Config) -> None:
             "runs/<name>/routing/step_1"
         )
     recorded: Mapping[str, Any] = files.read_index(path).meta.get("sizes", {})
+    if not sizes_of(config).keys() <= recorded.keys():
+        raise ConfigError(
+            f"moe.routing=replay:{path}: an older version recorded it and did not note all sizes; record it anew with "
+            "moe.record_routing=1"
+        )
     problems = [
-        f"{name}={size}: {path} was recorded with {name}={recorded.get(name)}; use {name}={recorded.get(name)}"
+        f"{name}={size}: {path} was recorded with {name}={recorded[name]}; use {name}={recorded[name]}"
         for name, size in sizes_of(config).items()
-        if recorded.get(name) != size
+        if recorded[name] != size
     ]
     if problems:
         raise ConfigError("\n".join(problems))

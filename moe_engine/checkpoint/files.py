@@ -169,6 +169,9 @@ def check_complete(path: Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise ConfigError(f"checkpoint={path / INDEX}: damaged; {_advice(path)}")
+    outside = [file for file in body["files"] if Path(file).name != file]
+    if outside:
+        raise ConfigError(f"checkpoint={path / INDEX}: names {outside[0]}, which is not in its folder; {_advice(path)}")
     wrong = [problem for file, size in body["files"].items() if (problem := _size_problem(path / file, size))]
     if wrong:
         raise ConfigError("\n".join(f"checkpoint={each}; {_advice(path)}" for each in wrong))
@@ -182,6 +185,9 @@ def read_index(path: Path) -> Index:
         found = f"{body['format']!r} version {body['version']}"
         raise ConfigError(f"checkpoint={path}: is {found}; this engine reads {FORMAT!r} version {VERSION}")
     tensors = {key: Entry.from_json(entry) for key, entry in body["tensors"].items()}
+    unknown = {stored.file for entry in tensors.values() for stored in entry.ranges} - body["files"].keys()
+    if unknown:
+        raise ConfigError(f"checkpoint={path / INDEX}: damaged, {min(unknown)} is not among its files; {_advice(path)}")
     return Index(body["step"], body["meta"], body["files"], tensors)
 
 

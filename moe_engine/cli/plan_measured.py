@@ -47,7 +47,7 @@ def calibration(path: Path, out: Path) -> list[Table]:
 
 def published() -> Tables:
     """What is known beside measurements: cards of `conf/cluster`, models and sources of `conf/published`."""
-    files = {name: conf_folder() / "cluster" / f"{name}.yaml" for name in choices("cluster")}
+    files = {name: conf_folder() / "cluster" / f"{name}.yaml" for name in choices("cluster", "plan")}
     cards = {name: file for name, file in files.items() if "defaults:" not in file.read_text()}
     clusters = {name: from_yaml(file, ClusterConfig) for name, file in cards.items()}
     folder = conf_folder() / "published"

@@ -105,7 +105,7 @@ def checked(config: Config, world: int | None) -> Config:
         for path in config.data.text_paths
         if not Path(path).exists()
     ]
-    for look in (_check_weights, _check_choices):
+    for look in (_check_weights, _check_choices, _check_machine):
         try:
             look(resolved)
         except ConfigError as error:
@@ -131,6 +131,19 @@ def _check_weights(config: Config) -> None:
     except ConfigError as error:
         raise ConfigError("\n".join(f"train.init_from={line}" for line in str(error).splitlines())) from None
     weights.require_model(found.model, config.model, source)
+
+
+def _check_machine(config: Config) -> None:
+    """Raises ConfigError for more threads than cores: they only hold one another up.
+
+    A job that is checked here and runs elsewhere (run.check with run.ranks) is none of this machine's.
+    """
+    cores = os.cpu_count() or 1
+    if config.train.threads > cores and not (config.run.check and config.run.ranks is not None):
+        raise ConfigError(
+            f"train.threads={config.train.threads}: of each rank, and this machine has {cores} cores; "
+            f"use train.threads={cores} or less"
+        )
 
 
 def _check_choices(config: Config) -> None:

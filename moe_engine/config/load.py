@@ -29,6 +29,7 @@ from moe_engine.config.schema import Config
 
 T = TypeVar("T")
 
+_FOR_ONE_COMMAND = {("pipeline", "all"): "schedule"}  # choices that other commands could make nothing of
 _YAML_EXAMPLE = "sections with options are expected, for example 'train: {steps: 100}'"
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<name>[^=]*)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 
@@ -102,10 +103,11 @@ def conf_folder() -> Path:
     raise FileNotFoundError(f"no conf/ in or beside {package}: the installation is incomplete, install it again")
 
 
-def choices(group: str) -> list[str]:
-    """The ready choices of a group: `experiment` gives `["quickstart", …]`."""
+def choices(group: str, command: str) -> list[str]:
+    """The ready choices of a group that a command takes: `experiment` gives `["quickstart", …]`."""
     folder = conf_folder() / group
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    found = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    return [choice for choice in found if _FOR_ONE_COMMAND.get((group, choice), command) == command]
 
 
 def groups(command: str) -> dict[str, str | None]:
@@ -139,9 +141,9 @@ def _read_words(command: str, overrides: Sequence[str], known: Mapping[str, stri
         elif not equals and text.endswith((".yaml", ".yml")):
             words.files.append(Path(text))
         elif not equals or not name:
-            words.problems.append(_bare_word(text, command_groups, known))
+            words.problems.append(_bare_word(text, command, known))
         elif name in command_groups:
-            _read_choice(name, value, command_groups[name], words)
+            _read_choice(command, name, value, words)
         elif name in known:
             words.values.append((name, _parse(name, value, known[name])))
             if command == "train" and _several(name, value, known[name]):
@@ -154,8 +156,8 @@ def _read_words(command: str, overrides: Sequence[str], known: Mapping[str, stri
     return words
 
 
-def _read_choice(group: str, value: str, default: str | None, words: _Words) -> None:
-    if value == "null" and default is None:
+def _read_choice(command: str, group: str, value: str, words: _Words) -> None:
+    if value == "null" and groups(command)[group] is None:
         return  # nothing chosen, as by default
     if group == "model" and (value.endswith(".json") or "/" in value):
         try:
@@ -163,16 +165,16 @@ def _read_choice(group: str, value: str, default: str | None, words: _Words) -> 
         except ConfigError as error:
             words.problems.extend(f"{group}={line}" for line in str(error).splitlines())
         return
-    wrong = list(_wrong_choices(group, value))
+    wrong = list(_wrong_choices(command, group, value))
     words.problems.extend(wrong)
     if not wrong:
         words.groups.append(f"{group}='{value}'" if value in ("true", "false") else f"{group}={value}")
 
 
-def _bare_word(text: str, command_groups: Mapping[str, Any], known: Mapping[str, strict.Option]) -> str:
+def _bare_word(text: str, command: str, known: Mapping[str, strict.Option]) -> str:
     """The line that refuses a word without `=`."""
     rule = f"{text}: options are written name=value, without spaces or dashes"
-    found = [f"{group}={text}" for group in command_groups if text in choices(group)]
+    found = [f"{group}={text}" for group in groups(command) if text in choices(group, command)]
     if not found:
         close = strict.closest(text.lstrip("-"), known)
         found = [strict.shown(name, known[name].example) for name in close[:1]] or ["train.steps=20"]
@@ -180,9 +182,9 @@ def _bare_word(text: str, command_groups: Mapping[str, Any], known: Mapping[str,
     return f"{rule}; did you mean {' or '.join(found)}?"
 
 
-def _wrong_choices(group: str, value: str) -> Iterator[str]:
+def _wrong_choices(command: str, group: str, value: str) -> Iterator[str]:
     """A line for each choice that the group does not have. Several are written in brackets."""
-    available = choices(group)
+    available = choices(group, command)
     listed = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
     for choice in (item.strip() for item in listed):
         if choice not in available:

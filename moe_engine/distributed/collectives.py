@@ -174,55 +174,50 @@ class Communicator:
         """Sum over ranks, as a new tensor (of bools: their "or"); floating point in rank order, for small tensors."""
         if self.size == 1:
             return x.clone()
-        with self._record("all_reduce_sum", label, x):
-            # Gloo adds bools as bytes, and a True of value 2 is not equal to True.
-            if x.is_floating_point() or x.dtype == torch.bool:
-                return ordered_sum(self._gather(x.reshape(-1)).view(self.size, *x.shape))
-            total = x.clone()
-            self._all_reduce(total, dist.ReduceOp.SUM)
-        return total
+        waiting = self._record("all_reduce_sum", label, x)
+        # Gloo adds bools as bytes, and a True of value 2 is not equal to True.
+        if x.is_floating_point() or x.dtype == torch.bool:
+            return ordered_sum(self._gather(x.reshape(-1), waiting).wait().view(self.size, *x.shape))
+        total = x.clone()
+        return Pending(total, self._all_reduce(total, dist.ReduceOp.SUM), waiting=waiting).wait()
 
     @torch.no_grad()
     def all_reduce_max(self, x: Tensor, label: str = "") -> Tensor:
         """Maximum over ranks, as a new tensor."""
         largest = x.clone()
-        if self.size > 1:
-            with self._record("all_reduce_max", label, x):
-                self._all_reduce(largest, dist.ReduceOp.MAX)
-        return largest
+        if self.size == 1:
+            return largest
+        waiting = self._record("all_reduce_max", label, x)
+        return Pending(largest, self._all_reduce(largest, dist.ReduceOp.MAX), waiting=waiting).wait()
 
     @torch.no_grad()
     def reduce_scatter_sum(self, x: Tensor, label: str = "") -> Tensor:
         """Sum `x` [size * n] over ranks in rank order and keep this rank's part [n]."""
         if self.size == 1:
             return x.clone()
+        if x.numel() % self.size:
+            raise ValueError(f"{self.name} {label}: {x.numel()} elements are no equal parts for {self.size} ranks")
+        waiting = self._record("reduce_scatter_sum", label, x)
+        x = x.detach().contiguous()
         parts = torch.empty_like(x)
-        with self._record("reduce_scatter_sum", label, x):
-            self._all_to_all(parts, x.contiguous())
-        return ordered_sum(parts.view(self.size, -1))
+        return ordered_sum(Pending(parts, self._all_to_all(parts, x), x, waiting).wait().view(self.size, -1))
 
     @torch.no_grad()
     def all_gather(self, x: Tensor, label: str = "") -> Tensor:
         """Concatenate `x` [n, …] of all ranks in rank order: [size * n, …]."""
-        if self.size == 1:
-            return x.clone()
-        with self._record("all_gather", label, x):
-            return self._gather(x)
+        return x.clone() if self.size == 1 else self.all_gather_start(x, label).wait()
 
     @torch.no_grad()
     def all_gather_start(self, x: Tensor, label: str = "") -> Pending:
         """Start an `all_gather`; `x` must stay unchanged until `wait()`."""
         if self.size == 1:
             return Pending(x)
-        waiting = self._record("all_gather", label, x)
+        return self._gather(x, self._record("all_gather", label, x))
+
+    def _gather(self, x: Tensor, waiting: AbstractContextManager[None]) -> Pending:
         x = x.detach().contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return Pending(out, self._all_gather(out, x, start=True), x, waiting)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self._all_gather(out, x.contiguous())
-        return out
+        return Pending(out, self._all_gather(out, x), x, waiting)
 
     @torch.no_grad()
     def shift(self, x: Tensor, label: str = "") -> Pending:
@@ -238,20 +233,26 @@ class Communicator:
         out = torch.empty_like(x)
         send, receive = [0] * self.size, [0] * self.size
         send[(self.rank + 1) % self.size] = receive[(self.rank - 1) % self.size] = x.numel()
-        return Pending(out, self._all_to_all(out.view(-1), x.view(-1), receive, send, start=True), x, waiting)
+        return Pending(out, self._all_to_all(out.view(-1), x.view(-1), receive, send), x, waiting)
 
     @torch.no_grad()
     def all_to_all(self, x: Tensor, send_splits: list[int], recv_splits: list[int], label: str = "") -> Pending:
         """Start sending rows `x` [sum(send_splits), …]; the result is [sum(recv_splits), …] in rank order.
 
-        A rank with nothing to send or receive still takes part. `x` must stay unchanged until `wait()`.
+        A rank with nothing to send or receive still takes part. `x` must stay unchanged until `wait()`. Raises
+        ValueError for splits that are not one for each rank, or not of `x`.
         """
         if self.size == 1:
             return Pending(x)
+        if (len(send_splits), len(recv_splits), sum(send_splits)) != (self.size, self.size, x.shape[0]):
+            raise ValueError(
+                f"{self.name} {label}: {self.size} ranks exchange {x.shape[0]} rows, and the splits are {send_splits} "
+                f"to send and {recv_splits} to receive"
+            )
         waiting = self._record("all_to_all", label, x)
         x = x.detach().contiguous()
         out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-        return Pending(out, self._all_to_all(out, x, recv_splits, send_splits, start=True), x, waiting)
+        return Pending(out, self._all_to_all(out, x, recv_splits, send_splits), x, waiting)
 
     @torch.no_grad()
     def send(self, x: Tensor, to: int, tag: int, label: str = "") -> Pending:
@@ -266,24 +267,21 @@ class Communicator:
         waiting = self._record("receive", label, buffer)
         return Pending(buffer, self._receive(buffer, source, tag), waiting=waiting)
 
-    # What follows is all that talks to torch; a dry run (`distributed.silent`) has others talk to nobody.
+    # What follows is all that talks to torch; a dry run (`distributed.silent`) has others talk to nobody. Each starts
+    # its operation and returns what can be waited for. What fails before that is this rank's own mistake, and raised as
+    # it is; what fails in the wait may be another rank's (see `_record`).
 
-    def _all_reduce(self, x: Tensor, op: Any) -> None:
-        dist.all_reduce(x, op=op, group=self.group)
+    def _all_reduce(self, x: Tensor, op: Any) -> Any:
+        return dist.all_reduce(x, op=op, group=self.group, async_op=True)
 
-    def _all_gather(self, out: Tensor, x: Tensor, start: bool = False) -> Any:
-        return _gather_into(out, x, group=self.group, async_op=start)
+    def _all_gather(self, out: Tensor, x: Tensor) -> Any:
+        return _gather_into(out, x, group=self.group, async_op=True)
 
     def _all_to_all(
-        self,
-        out: Tensor,
-        x: Tensor,
-        recv_splits: list[int] | None = None,
-        send_splits: list[int] | None = None,
-        start: bool = False,
+        self, out: Tensor, x: Tensor, recv_splits: list[int] | None = None, send_splits: list[int] | None = None
     ) -> Any:
-        """Equal parts without splits; `start`: returns at once, with what can be waited for."""
-        return dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=start)
+        """Equal parts without splits."""
+        return dist.all_to_all_single(out, x, recv_splits, send_splits, group=self.group, async_op=True)
 
     def _send(self, x: Tensor, to: int, tag: int) -> Any:
         return dist.isend(x, self.ranks[to], group=self.group, tag=tag)

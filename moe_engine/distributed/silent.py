@@ -28,18 +28,13 @@ class SilentCommunicator(Communicator):
         if op == dist.ReduceOp.SUM and not x.is_floating_point():
             x *= self.size
 
-    def _all_gather(self, out: Tensor, x: Tensor, start: bool = False) -> Any:
+    def _all_gather(self, out: Tensor, x: Tensor) -> Any:
         if not x.is_floating_point():
             out.view(self.size, *x.shape).copy_(x.expand(self.size, *x.shape))
         return None
 
     def _all_to_all(
-        self,
-        out: Tensor,
-        x: Tensor,
-        recv_splits: list[int] | None = None,
-        send_splits: list[int] | None = None,
-        start: bool = False,
+        self, out: Tensor, x: Tensor, recv_splits: list[int] | None = None, send_splits: list[int] | None = None
     ) -> Any:
         if x.is_floating_point():
             return None

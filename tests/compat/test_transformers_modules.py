@@ -181,7 +181,7 @@ def test_attention_gives_the_same_output_and_gradients(hf: dict[str, Any]) -> No
         assert relative(own.grad, parameter.grad) < BOUND, name
 
 
-@pytest.mark.parametrize("name", choices("model"))
+@pytest.mark.parametrize("name", choices("model", "train"))
 def test_presets_have_as_many_parameters_as_the_models_of_transformers(name: str) -> None:
     """Its DeepSeek-V3 has no MTP module."""
     model: ModelConfig = load("train", [f"model={name}", "model.mtp_depth=0"]).model

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from moe_engine import MoEConfig, MoELayer
 from moe_engine.distributed import groups, lost
@@ -43,13 +44,49 @@ def _rank(rank: int, folder: Path, way: str) -> None:
 
 
 class _Full(Communicator):
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, start: bool = False) -> None:
+    """One whose exchanges find no memory for what arrives."""
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> _Full:
+        return self
+
+    def wait(self) -> None:
         raise torch.OutOfMemoryError("no room for the result")
 
 
 def test_a_rank_without_memory_loses_nobody() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         _Full("ep", (0, 1), 0).all_gather(torch.zeros(2))
+
+
+def _own_mistakes(rank: int) -> list[str]:
+    """What both do wrong; then an exchange that they do right."""
+    ep, x, found = Communicator("ep", range(2), rank, dist.group.WORLD), torch.arange(4.0), []
+    wrong = (
+        lambda: ep.all_to_all(x, [3, 2], [1, 1], "rows"),
+        lambda: ep.all_to_all(x, [4], [4], "rows"),
+        lambda: ep.reduce_scatter_sum(x[:3], "gradients"),
+    )
+    for call in wrong:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    assert ep.all_reduce_max(x + rank).tolist() == [1.0, 2.0, 3.0, 4.0]
+    return found
+
+
+def test_a_ranks_own_mistake_calls_nobody() -> None:
+    """Wrong sizes are told at once, before anything is sent: nobody waits, and no rank is taken to be lost."""
+    found, same = run_ranks(2, _own_mistakes)
+    assert (
+        same
+        == found
+        == [
+            "ep rows: 2 ranks exchange 4 rows, and the splits are [3, 2] to send and [1, 1] to receive",
+            "ep rows: 2 ranks exchange 4 rows, and the splits are [4] to send and [4] to receive",
+            "ep gradients: 3 elements are no equal parts for 2 ranks",
+        ]
+    )
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "hierarchical"])

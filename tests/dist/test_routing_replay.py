@@ -64,6 +64,8 @@ def test_other_sizes_and_damage_are_refused_on_all_ranks(tmp_path: Path) -> None
         == told[1]
         == (f"train.global_batch=16: {path} was recorded with train.global_batch=8; use train.global_batch=8")
     )
+    (deeper,) = run_ranks(1, _refused, replace(case, dp=1, ep=1, layers=5), path)
+    assert deeper == f"model.num_layers=5: {path} was recorded with model.num_layers=4; use model.num_layers=4"
     file = next(path.glob("rank_*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 0xFF

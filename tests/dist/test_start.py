@@ -61,6 +61,9 @@ sys.modules["moe_engine.job"] = job
 """
 
 
+THREADS = min(3, os.cpu_count() or 1)
+
+
 class Started:
     """A `moe-engine train` of two ranks, in a process group and a temporary folder of its own."""
 
@@ -72,7 +75,7 @@ class Started:
         given = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in given}
         environment |= {"PYTHONPATH": str(folder), "MODE": mode, "MARKS": str(folder), "TMPDIR": str(self.temporary)}
-        words = ["train", "parallel.dp=2", "parallel.ep=2", "train.threads=3"]
+        words = ["train", "parallel.dp=2", "parallel.ep=2", f"train.threads={THREADS}"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moe_engine", *words],
             env=environment,
@@ -111,7 +114,7 @@ def gone(pid: int) -> bool:
 
 def test_ranks_meet_and_only_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
     started = Started(tmp_path, "meet")
-    assert started.wait() == (0, "rank 0 of 2 threads 3\nmet [0, 1]\n", "")
+    assert started.wait() == (0, f"rank 0 of 2 threads {THREADS}\nmet [0, 1]\n", "")
     assert list(started.temporary.iterdir()) == []
 
 
@@ -165,6 +168,6 @@ def test_an_interrupt_ends_all_ranks_quietly(tmp_path: Path, number: signal.Sign
         os.killpg(started.process.pid, number)  # as Ctrl-C does
     else:
         started.process.send_signal(number)
-    assert started.wait() == (code, "rank 0 of 2 threads 3\n", "interrupted: all ranks have ended\n")
+    assert started.wait() == (code, f"rank 0 of 2 threads {THREADS}\n", "interrupted: all ranks have ended\n")
     assert all(gone(pid) for pid in pids)
     assert list(started.temporary.iterdir()) == []

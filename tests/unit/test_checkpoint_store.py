@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_flipped_bit_is_found_and_the_file_named(tmp_path: Path, place: int) -> 
     path = save(tmp_path, 1)
     _flip(path / "rank_0.safetensors", place)
     with pytest.raises(ConfigError, match=r"step_1/rank_0\.safetensors: damaged"):
+        load(path)
+
+
+def test_index_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
+    """As somebody could write it, with a right checksum."""
+    save(tmp_path, 1).rename(tmp_path / "other")
+    path = save(tmp_path, 1)
+    whole = files.read_index(path)
+    entries = {
+        key: replace(entry, ranges=tuple(replace(each, file="../other/rank_0.safetensors") for each in entry.ranges))
+        for key, entry in whole.tensors.items()
+    }
+    files.write_index(path, replace(whole, tensors=entries))
+    with pytest.raises(ConfigError, match=r"damaged, \.\./other/rank_0.safetensors is not among its files"):
+        load(path)
+    sizes = {"../other/rank_0.safetensors": whole.files["rank_0.safetensors"]}
+    files.write_index(path, replace(whole, tensors=entries, files=sizes))
+    with pytest.raises(ConfigError, match=r"names \.\./other/rank_0.safetensors, which is not in its folder"):
         load(path)
 
 

@@ -177,7 +177,7 @@ def test_schedule_refuses_a_comparison_with_a_picture(capsys: pytest.CaptureFixt
         "parallel.pp=0",
         "pipeline.virtual_stages=0",
     ]
-    assert refused(capsys, "train", "pipeline=all")[0].startswith("pipeline.schedule=all: no such schedule")
+    assert refused(capsys, "train", "pipeline=all")[0].startswith("pipeline=all: no such pipeline; there are 1f1b, ")
 
 
 def test_schedule_refuses_what_it_cannot_time_or_draw(capsys: pytest.CaptureFixture[str]) -> None:

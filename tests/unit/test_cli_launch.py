@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import types
@@ -100,12 +101,30 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert launch.first_host(nodes) == first
 
 
-def test_one_rank_trains_in_this_process(job: FakeJob, environment: dict[str, str]) -> None:
+def test_one_rank_trains_in_this_process(
+    job: FakeJob, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert main(["train", "train.steps=3", "train.threads=2"]) == 0
     (config,) = job.configs
     assert config.train.steps == 3 and config.parallel.dp == 1 and config.pipeline.micro_batches == 4
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("0", "1", "0")
     assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_more_threads_than_cores_are_refused(
+    job: FakeJob, environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a job of other machines that is only checked here."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    words = ["train", "train.threads=3000", "train.steps=0"]
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("train.steps=0: ")
+    assert told[1:] == ["train.threads=3000: of each rank, and this machine has 8 cores; use train.threads=8 or less"]
+    assert main(["train", "train.threads=96", "run.check=true"]) == 2
+    assert main(["train", "train.threads=96", "run.check=true", "run.ranks=4"]) == 0
+    assert job.configs == []
 
 
 def test_a_given_rank_trains_in_this_process(job: FakeJob, environment: dict[str, str]) -> None:
@@ -140,6 +159,7 @@ def test_more_ranks_are_started_with_the_same_words(
         return 7
 
     monkeypatch.setattr(launch, "start_local_ranks", start)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     words = ["train", "experiment=quickstart", "train.threads=3"]
     assert main(words) == 7
     assert started == [([sys.executable, "-m", "moe_engine", *words], 4, 3)]

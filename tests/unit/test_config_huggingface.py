@@ -41,7 +41,7 @@ def test_published_files_give_the_presets(name: str) -> None:
     assert found == replace(expected, name=found.name, init_std=0.02)
 
 
-@pytest.mark.parametrize("name", [name for name in choices("model") if not name.startswith("llama")])
+@pytest.mark.parametrize("name", [name for name in choices("model", "train") if not name.startswith("llama")])
 def test_every_preset_survives_the_way_out_and_back(name: str) -> None:
     """But the dense ones, which no config.json of a family with experts can say."""
     model = preset(name)

@@ -37,15 +37,15 @@ def test_groups_files_and_values_win_in_this_order(tmp_path: Path) -> None:
     assert config.model.dim == 48 and config.model.num_experts == 16
 
 
-@pytest.mark.parametrize("name", choices("experiment"))
+@pytest.mark.parametrize("name", choices("experiment", "train"))
 def test_every_experiment_loads(name: str) -> None:
     load("train", [f"experiment={name}"])
 
 
 @pytest.mark.parametrize("group", [group for group in groups("train") if group != "experiment"])
 def test_every_choice_of_every_group_loads(group: str) -> None:
-    assert choices(group)
-    for choice in choices(group):
+    assert choices(group, "train")
+    for choice in choices(group, "train"):
         load("train", [f"{group}={choice}"])
 
 
@@ -143,6 +143,7 @@ MISTAKES = {
     "precision=fp4": "no such precision; did you mean fp64? There are bf16, fp32, fp64, fp8",
     "precision=FP32": "no such precision; did you mean fp32? There are bf16, fp32, fp64, fp8",
     "pipeline=1f2b": "no such pipeline; did you mean 1f1b? There are 1f1b, ",
+    "pipeline=all": "no such pipeline; there are 1f1b, dualpipe, ",  # of `moe-engine schedule`
     "optim=adam": "no such optim; did you mean adamw? There are adamw",
     "model=null": "no such model; there are ",
     "parallel=/tmp/x": "no such parallel; there are ",

@@ -41,7 +41,7 @@ def test_the_defaults_and_the_quickstart_are_valid() -> None:
     validate(load("train", ["experiment=quickstart"]), world=4)
 
 
-@pytest.mark.parametrize("name", choices("model"))
+@pytest.mark.parametrize("name", choices("model", "train"))
 def test_presets_are_valid_but_for_what_is_not_built(name: str) -> None:
     config = load("train", [f"model={name}", "train.seq_len=4096"])
     if not name.startswith("gpt_oss"):

@@ -111,6 +111,29 @@ def test_index_that_lies_is_refused(tmp_path: Path) -> None:
         open_weights(source)
 
 
+@pytest.mark.parametrize("place", ["../other/model-00001-of-00002.safetensors", "/tmp/a.safetensors"])
+def test_index_that_points_outside_its_folder_is_refused(place: str, tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source", files=2)
+    shutil.copytree(source, tmp_path / "other")
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = place
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"model.norm.weight in {place}: the files of an index lie beside it"):
+        open_weights(source)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"])
+def test_config_of_a_far_larger_model_is_refused_at_once(key: str, tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {key: 10**12}))
+    with pytest.raises(
+        ConfigError, match="describes a model of .* parameters in .* layers, and its files hold .* numbers"
+    ):
+        open_weights(source)
+
+
 def test_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
     source = random_folder(tmp_path / "source", files=2)
     file = source / "model-00002-of-00002.safetensors"

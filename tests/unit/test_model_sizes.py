@@ -56,7 +56,7 @@ def is_built(model: ModelConfig) -> bool:
     return all(getattr(model, name) == off for name, (off, _) in UNBUILT.items())
 
 
-@pytest.mark.parametrize("name", choices("model"))
+@pytest.mark.parametrize("name", choices("model", "train"))
 def test_the_model_of_every_preset_has_exactly_the_planned_size(name: str) -> None:
     model = load("train", [f"model={name}"]).model
     if not is_built(model):

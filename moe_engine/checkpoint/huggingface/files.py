@@ -79,9 +79,17 @@ class TensorFiles:
                 )
                 raise ConfigError(f"{self.folder}: neither {SINGLE} nor {INDEX} is there{why}")
             return None
+        listed: dict[str, str] | None = None
         with suppress(ValueError, KeyError, TypeError, AttributeError):
-            return {str(key): str(file) for key, file in json.loads(path.read_text())["weight_map"].items()}
-        raise ConfigError(f"{path}: not an index: an object with a weight_map is expected")
+            listed = {str(key): str(file) for key, file in json.loads(path.read_text())["weight_map"].items()}
+        if listed is None:
+            raise ConfigError(f"{path}: not an index: an object with a weight_map is expected")
+        outside = [f"{key} in {file}" for key, file in listed.items() if Path(file).name != file]
+        if outside:
+            raise ConfigError(
+                f"{path}: {outside[0]}: the files of an index lie beside it; give names of files without folders"
+            )
+        return listed
 
     def _read_header(self, file: str) -> list[str]:
         """Note what a file holds; what is wrong with it, a line each."""

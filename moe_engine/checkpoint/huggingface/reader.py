@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,12 @@ from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface import model_config
 from moe_engine.config.schema import ModelConfig
+from moe_engine.planner.flops import parameter_count
 
 SCALE = "_scale_inv"  # of the codes in `<key>`: despite its name what they are multiplied by
 FP8_BLOCK = 128  # a scale is for a block of 128 x 128 codes
 SHOWN = 8  # names of a long list that a message shows
+MOST_MISSING = 16  # times as many parameters as there are numbers: from there on no names are told
 COMPARED = 1 << 26  # elements of two copies that are compared at a time
 
 _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old files: follows from the configuration
@@ -48,6 +51,7 @@ class HuggingFaceWeights:
         except ConfigError as error:
             file = folder / CONFIG
             raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+        self._refuse_another_size(described)
         self.model = self._without_missing_mtp(described)
         both = names(self.model, self.family)
         self._forms = self._match(both.tensors, both.copies)
@@ -110,6 +114,15 @@ class HuggingFaceWeights:
             "the model is taken as one without MTP (model.mtp_depth=0)"
         )
         return replace(model, mtp_depth=0)
+
+    def _refuse_another_size(self, model: ModelConfig) -> None:
+        """Raises ConfigError for a model far larger than the files: all of its names would take long to make."""
+        described, held = parameter_count(model).total, sum(math.prod(shape) for shape in self.files.shapes.values())
+        if described > MOST_MISSING * held:
+            raise ConfigError(
+                f"{self.folder}: its {CONFIG} describes a model of {described:,} parameters in {model.num_layers:,} "
+                f"layers, and its files hold {held:,} numbers; give the {CONFIG} that belongs to them"
+            )
 
     def _match(self, tensors: dict[str, Mapped], copies: tuple[Copy, ...]) -> dict[str, tuple[Rows, ...]]:
         """The form in which the folder holds each tensor. Raises ConfigError unless all fits and nothing is left."""
