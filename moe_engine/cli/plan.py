@@ -201,11 +201,17 @@ def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:
                 search.why(found, result.best[0]),
             ]
         )
+    train, gpus = config.train, asked.cluster.gpus
     title = (
-        f"The fastest layouts of {asked.cluster.gpus} {asked.cluster.card} "
-        f"({result.candidates} possible, {result.planned} planned in full, {result.too_large} did not fit)"
+        f"The fastest layouts of {gpus} {asked.cluster.card} for {train.global_batch:,} sequences of {train.seq_len:,} "
+        f"tokens a step ({result.candidates} possible, {result.planned} planned in full, {result.too_large} too large)"
     )
     _print([report.Table(title, header, rows)])
+    if train.global_batch < gpus:
+        print(
+            f"train.global_batch={train.global_batch} is less than a sequence for each of {gpus} cards: "
+            "give the batch of the real job, with train.seq_len, or a choice that has them (parallel=deepseek_v3)"
+        )
     across = search.tensor_parallel_across_nodes(result, efficiency)
     if across:
         print(across)

@@ -97,4 +97,6 @@ def test_a_search_needs_no_layout_of_its_own(capsys: pytest.CaptureFixture[str])
     """The batch need not suit the layout that stands in the configuration: another is looked for."""
     given = ["pipeline=dualpipe", "train.micro_batch=4", "train.seq_len=256", "train.global_batch=8"]
     assert run("search=true", "cluster.gpus=16", "cluster=h800", "model=mini_v3", *given) == 0
-    assert "global_batch: 8" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "global_batch: 8" in out and "16 H800 for 8 sequences of 256 tokens a step" in out
+    assert "train.global_batch=8 is less than a sequence for each of 16 cards" in out
