@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 - before the fork: 1 s at a rank's first backward
-from layouts import MODELS, Case, config_of
+from layout_cases import MODELS, Case, config_of
 from plain_v3 import PlainResult, PlainRows, PlainV3
 from ranks import run_ranks
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Case, config_of
+from layout_cases import Case, config_of
 from live_bytes import LiveBytes
 from ranks import run_ranks
 

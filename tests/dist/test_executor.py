@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 - before the fork: 1 s at a rank's first backward
-from layouts import PRECISIONS
+from layout_cases import PRECISIONS
 from ranks import run_ranks
 from torch import Tensor
 

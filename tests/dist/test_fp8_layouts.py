@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Case, config_of, differences, one_process, rank_batches, run
+from layout_cases import Case, config_of
+from layouts import differences, one_process, rank_batches, run
 from measures import calc_diff
 from ranks import run_ranks
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Case, config_of, rank_batches
+from layout_cases import Case, config_of
+from layouts import rank_batches
 from ranks import run_ranks
 from torch import Tensor
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hf_folders import random_folder, random_tensors
-from layouts import Case, config_of, differences, one_process, run
+from layout_cases import Case, config_of
+from layouts import differences, one_process, run
 from torch import Tensor
 
 from moe_engine.checkpoint.weights import open_weights, write_checkpoint

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Case, config_of, differences, rank_batches, run
+from layout_cases import Case, config_of
+from layouts import differences, rank_batches, run
 from ranks import run_ranks
 from torch import Tensor
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from layouts import Case, differences, run, truth
+from layout_cases import Case
+from layouts import differences, run, truth
 
 BEFORE, AFTER = 2, 3
 LAYOUTS = [

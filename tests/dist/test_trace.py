@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from layouts import Case, config_of, rank_batches
+from layout_cases import Case, config_of
+from layouts import rank_batches
 from ranks import run_ranks
 
 from moe_engine.distributed.collectives import CollectiveLog

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Case, config_of, rank_batches
+from layout_cases import Case, config_of
+from layouts import rank_batches
 from measures import same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import Case, config_of
+from layout_cases import Case, config_of
 from plain_v3 import PlainV3
 
 from moe_engine.pipeline.generate import generate

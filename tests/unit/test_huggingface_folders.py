@@ -21,7 +21,8 @@ from hf_folders import (
     tensors_of,
     write_folder,
 )
-from layouts import Case, config_of, rank_batches
+from layout_cases import Case, config_of
+from layouts import rank_batches
 from measures import same_bits
 from torch import Tensor
 

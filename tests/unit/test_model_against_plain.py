@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Case, config_of
+from layout_cases import Case, config_of
 from plain_v3 import PlainResult, PlainRows, PlainV3
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from layouts import Case, config_of, global_batch
+from layout_cases import Case, config_of, global_batch
 from live_bytes import LiveBytes
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import PRECISIONS, Case, config_of
+from layout_cases import PRECISIONS, Case, config_of
 from plain_v3 import PlainV3
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

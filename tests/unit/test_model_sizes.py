@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import Case, config_of
+from layout_cases import Case, config_of
 
 from moe_engine.config.load import choices, load
 from moe_engine.config.model_rules import UNBUILT
