@@ -134,7 +134,7 @@ def _all_sizes(
     """Every schedule and number of micro-batches on one set of stages."""
     found: dict[tuple[str, int], Any] = {}
     log = CollectiveLog()
-    config = tiny_config(pp, name=names[0], micro_batches=counts[-1], layers=layers)
+    config = tiny_config(pp, name=names[0], micro_batches=2 * pp, layers=layers)
     trainer = Trainer(config, rank, torch.device("cpu"), log)
     gc.disable()  # graphs must go by themselves
     fired: Counter[str] = Counter()
