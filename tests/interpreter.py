@@ -59,6 +59,7 @@ def _import_all() -> None:
         interpreter._convert_float = _convert_float
         interpreter.InterpreterBuilder.create_dot = _create_dot
         importlib.import_module("moe_kernels.device")
+        importlib.import_module("moe_kernels.device.tails")  # (imported late, by a form that does not run here)
     finally:
         del os.environ["TRITON_INTERPRET"]
 

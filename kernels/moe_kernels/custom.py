@@ -20,14 +20,16 @@ Outputs = Tensor | tuple[Tensor, ...]
 
 _FLOOR = "float smallest_amax=1e-4, bool power_of_two=True"
 _PRODUCT = "Tensor counts, Tensor? source=None"
+_LAUNCH = "int? num_sms=None, bool hopper=False"
 _SCHEMAS = {
     "add_bias": "(Tensor rows, Tensor weight, Tensor bias, Tensor counts) -> Tensor",
     "add_bias_backward": "(Tensor d_rows, Tensor weight, Tensor bias, Tensor counts) -> (Tensor, Tensor)",
-    "grouped_gemm": f"(Tensor a, Tensor b, {_PRODUCT}, int? num_sms=None) -> Tensor",
+    "grouped_gemm": f"(Tensor a, Tensor b, {_PRODUCT}, {_LAUNCH}) -> Tensor",
     "grouped_gemm_fp8": "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "
-    f"{_PRODUCT}, ScalarType dtype=bfloat16, int? num_sms=None, bool hopper=False) -> Tensor",
-    "grouped_wgrad": "(Tensor d_out, Tensor a, Tensor counts) -> Tensor",
-    "grouped_wgrad_fp8": "(Tensor d_out, Tensor d_out_scale, Tensor a, Tensor a_scale, Tensor counts) -> Tensor",
+    f"{_PRODUCT}, ScalarType dtype=bfloat16, {_LAUNCH}) -> Tensor",
+    "grouped_wgrad": f"(Tensor d_out, Tensor a, Tensor counts, *, {_LAUNCH}) -> Tensor",
+    "grouped_wgrad_fp8": "(Tensor d_out, Tensor d_out_scale, Tensor a, Tensor a_scale, Tensor counts, "
+    f"*, {_LAUNCH}) -> Tensor",
     "permute": "(Tensor x, Tensor source) -> Tensor",
     "permute_fp8": "(Tensor x, Tensor x_scale, Tensor source) -> (Tensor, Tensor)",
     "unpermute": "(Tensor rows, Tensor places) -> Tensor",
@@ -48,9 +50,9 @@ _SCHEMAS = {
 }
 # Ops that add to a tensor: an op must not return an argument, so these return nothing.
 _ADDING = {
-    "grouped_wgrad": "(Tensor d_out, Tensor a, Tensor counts, Tensor(a!) out) -> ()",
+    "grouped_wgrad": f"(Tensor d_out, Tensor a, Tensor counts, Tensor(a!) out, *, {_LAUNCH}) -> ()",
     "grouped_wgrad_fp8": "(Tensor d_out, Tensor d_out_scale, Tensor a, Tensor a_scale, Tensor counts, "
-    "Tensor(a!) out) -> ()",
+    f"Tensor(a!) out, *, {_LAUNCH}) -> ()",
 }
 # Where an op's gradient of a weight stands in its results: no op may return None, so it is empty without a weight.
 _WEIGHT_GRADIENT = {"swiglu_backward": 1, "swiglu_backward_recompute": 1, "swiglu_backward_fp8": 2}
@@ -68,7 +70,7 @@ def _row_count(a: Tensor, source: Tensor | None) -> int:
     return a.shape[0] if source is None else source.shape[0]
 
 
-def _fake_wgrad(d_out: Tensor, a: Tensor, counts: Tensor) -> Tensor:
+def _fake_wgrad(d_out: Tensor, a: Tensor, counts: Tensor, **_: Any) -> Tensor:
     wide = a.device.type == "cuda" and a.element_size() == 2
     dtype = torch.float32 if wide else matmul_dtype(a.dtype, a.device)
     return a.new_empty(counts.shape[0], d_out.shape[1], a.shape[1], dtype=dtype)
@@ -115,12 +117,12 @@ _FAKES: dict[str, Callable[..., Outputs]] = {
         torch.empty_like(weight),
         bias.new_empty(bias.shape, dtype=torch.promote_types(d_rows.dtype, torch.float32)),
     ),
-    "grouped_gemm": lambda a, b, counts, source=None, num_sms=None: a.new_empty(_row_count(a, source), b.shape[2]),
+    "grouped_gemm": lambda a, b, counts, source=None, *_, **__: a.new_empty(_row_count(a, source), b.shape[2]),
     "grouped_gemm_fp8": lambda a, a_scale, b, b_scale, counts, source=None, dtype=torch.bfloat16, *_, **__: a.new_empty(
         _row_count(a, source), b.shape[1], dtype=dtype
     ),
     "grouped_wgrad": _fake_wgrad,
-    "grouped_wgrad_fp8": lambda d_out, d_out_scale, a, a_scale, counts: _fp32(
+    "grouped_wgrad_fp8": lambda d_out, d_out_scale, a, a_scale, counts, **_: _fp32(
         a, counts.shape[0], d_out.shape[0], a.shape[0]
     ),
     "permute": lambda x, source: x.new_empty(source.shape[0], x.shape[1]),
@@ -183,12 +185,13 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     namespace = torch.ops.moe_kernels
     args = tuple(torch.tensor(arg) if isinstance(arg, list) else arg for arg in args)  # numbers of rows
     if name in _ADDING:
-        # The public functions' (…, counts, out=None, num_sms=None): the number of programs is left to the device.
+        # The public functions' (…, counts, out=None, num_sms=None, hopper=False).
         operands = 3 if name == "grouped_wgrad" else 5
-        out = kwargs.get("out", args[operands] if len(args) > operands else None)
+        options = {**dict(zip(("out", "num_sms", "hopper"), args[operands:], strict=False)), **kwargs}
+        out = options.pop("out", None)
         if out is None:
-            return getattr(namespace, name)(*args[:operands])
-        getattr(namespace, f"{name}_")(*args[:operands], out)
+            return getattr(namespace, name)(*args[:operands], **options)
+        getattr(namespace, f"{name}_")(*args[:operands], out, **options)
         return out
     results = getattr(namespace, name)(*args, **kwargs)
     if name in _WEIGHT_GRADIENT:

@@ -56,9 +56,17 @@ def _dgrad_bf16(o: Operands) -> Candidates:
 def _product_bf16(o: Operands, a: Tensor, b: Tensor) -> Candidates:
     ends = o.shape.counts.cumsum(0).to(torch.int32)
     return {
-        OURS: lambda: moe_kernels.grouped_gemm(a, b, o.shape.counts),
+        **_forms(a, lambda hopper: moe_kernels.grouped_gemm(a, b, o.shape.counts, hopper=hopper)),
         "torch_grouped_mm": lambda: F.grouped_mm(a, b, offs=ends),
     }
+
+
+def _forms(like: Tensor, product: Callable[[bool], Tensor]) -> Candidates:
+    """Our product, and on a GPU also its Hopper form (the same where that is not used)."""
+    found: Candidates = {OURS: lambda: product(False)}
+    if like.device.type == "cuda":
+        found[f"{OURS}_hopper"] = lambda: product(True)
+    return found
 
 
 def _fprop_fp8(o: Operands) -> Candidates:
@@ -74,10 +82,9 @@ def _dgrad_fp8(o: Operands) -> Candidates:
 def _product_fp8(o: Operands, a: Tensor, b: Tensor, b_scale: Tensor, wide: Tensor) -> Candidates:
     a_codes, a_scale = moe_kernels.quantize_rows(a, GRADIENT_AMAX)
     counts = o.shape.counts
-    found: Candidates = {OURS: lambda: moe_kernels.grouped_gemm_fp8(a_codes, a_scale, b, b_scale, counts)}
+    found = _forms(a, lambda hopper: moe_kernels.grouped_gemm_fp8(a_codes, a_scale, b, b_scale, counts, hopper=hopper))
     if a.device.type != "cuda":
         return found
-    found[f"{OURS}_hopper"] = lambda: moe_kernels.grouped_gemm_fp8(a_codes, a_scale, b, b_scale, counts, hopper=True)
     row_scale = a.float().abs().amax(1) / 448  # torch scales whole rows
     column_scale = wide.float().abs().amax(2) / 448
     a_rows = (a.float() / row_scale[:, None]).to(torch.float8_e4m3fn)
@@ -103,14 +110,14 @@ def _product_fp8(o: Operands, a: Tensor, b: Tensor, b_scale: Tensor, wide: Tenso
 def _wgrad_bf16(o: Operands) -> Candidates:
     ends = o.shape.counts.cumsum(0).to(torch.int32)
     return {
-        OURS: lambda: moe_kernels.grouped_wgrad(o.d, o.x, o.shape.counts),
+        **_forms(o.x, lambda hopper: moe_kernels.grouped_wgrad(o.d, o.x, o.shape.counts, hopper=hopper)),
         "torch_grouped_mm": lambda: F.grouped_mm(o.d.T, o.x, offs=ends),
     }
 
 
 def _wgrad_fp8(o: Operands) -> Candidates:
     d, x = (moe_kernels.quantize_columns(each, o.shape.counts, GRADIENT_AMAX) for each in (o.d, o.x))
-    return {OURS: lambda: moe_kernels.grouped_wgrad_fp8(*d, *x, o.shape.counts)}
+    return _forms(o.x, lambda hopper: moe_kernels.grouped_wgrad_fp8(*d, *x, o.shape.counts, hopper=hopper))
 
 
 def _quantize_rows(o: Operands) -> Candidates:

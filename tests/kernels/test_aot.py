@@ -6,8 +6,10 @@ The ceilings keep the best version found from getting worse; `docs/design/fp8_ge
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from moe_kernels.sass import SHARED, parse
 # Longest name first: other instructions in the main loop for each tensor-core instruction.
 LOOP_CEILINGS = {
     "hopper_gemm_fp8": 32,
+    "hopper_gemm": 12,
+    "hopper_wgrad_fp8": 48,
+    "hopper_wgrad": 12,
     "grouped_gemm_fp8 gather": 46.25,
     "grouped_gemm_fp8 64x": 39,
     "grouped_gemm_fp8 128x": 42,
@@ -38,11 +43,15 @@ LENGTH_CEILINGS = {
     "swiglu": 680,
     "add_bias": 420,
     "permute": 120,
+    "tails": 260,
     "unpermute": 350,
     "route": 2400,
 }
 FAST_SUBSET = (
-    "hopper",
+    "hopper_gemm dgrad",
+    "hopper_gemm_fp8",
+    "hopper_wgrad accumulate",
+    "hopper_wgrad_fp8 accumulate",
     "quantize_rows",
     "gemm fprop 128x",
     "gemm_fp8 128x",
@@ -52,10 +61,14 @@ FAST_SUBSET = (
 )
 
 
-def compile_all(*arguments: str) -> list[dict[str, Any]]:
+OTHER_TRITON = "OTHER_TRITON"  # a folder with another version of Triton than the installed one
+
+
+def compile_all(*arguments: str, environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """Lines of `moe_kernels.aot`, in a process whose kernels are not interpreted."""
     command = [sys.executable, "-m", "moe_kernels.aot", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    surroundings = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=surroundings)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -81,12 +94,13 @@ def check_product(row: dict[str, Any]) -> None:
     ceiling = next(number for start, number in LOOP_CEILINGS.items() if name.startswith(start))
     assert row["other_per_mma"] <= ceiling, (name, row["other_per_mma"])
     if name.startswith("hopper"):
-        # Groups of 128 threads wait for themselves: one wait and one barrier of their own a step, none of the whole
-        # program's; registers moved from the loading warp to those that multiply.
-        assert row["waits"] == [0] and row["barriers"] == ["0x0, 0x80"] and row["register_limits"], name
+        # Groups of 128 threads wait for themselves: one barrier of their own a step, none of the whole program's;
+        # registers moved from the loading warp to those that multiply.
+        assert [text.split(", ")[1:] for text in row["barriers"]] == [["0x80"]] and row["register_limits"], name
     if fp8:
         # Four instructions make 128 of the sum; then every number goes into the fp32 total once.
         assert row["ffma_per_mma"] == 16, name
+        assert not name.startswith("hopper") or row["waits"] == [0], name
     else:
         assert row["waits"] == [1], name
 
@@ -101,6 +115,20 @@ def test_kernels_for_hopper() -> None:
 @pytest.mark.slow
 def test_every_kernel_and_tuning_entry_for_hopper() -> None:
     for row in compile_all():
+        check(row)
+
+
+@pytest.mark.slow
+def test_every_kernel_and_tuning_entry_with_another_triton(tmp_path: Path) -> None:
+    """3.9 is installed; GPU images have 3.6, which reads the same sources: same kernels, same ceilings."""
+    if OTHER_TRITON not in os.environ:
+        pytest.skip(
+            f"{OTHER_TRITON} is not set: the folder of pip install --no-deps --target=FOLDER triton==3.6.0 (190 MB)"
+        )
+    folder = os.environ[OTHER_TRITON]
+    version = next(Path(folder).glob("triton-*.dist-info")).name.split("-")[1]
+    assert version.startswith("3.6."), version
+    for row in compile_all(environment={"PYTHONPATH": folder, "TRITON_CACHE_DIR": str(tmp_path)}):
         check(row)
 
 

@@ -59,7 +59,8 @@ def test_grouped_products(counts: list[int]) -> None:
     source = torch.randperm(rows).cuda()
     for b in (w.transpose(1, 2), w.transpose(1, 2).contiguous()):
         exact = reference.grouped_gemm(x.double(), b.double(), counts)
-        assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes), exact) < 1e-5
+        for hopper in (False, True):
+            assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes, hopper=hopper), exact) < 1e-5
         gathered = reference.grouped_gemm(x.double(), b.double(), counts, source)
         assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes, source), gathered) < 1e-5
     a, (codes, _, scale) = moe_kernels.quantize_rows(x), moe_kernels.quantize_blocks(w)
@@ -69,21 +70,24 @@ def test_grouped_products(counts: list[int]) -> None:
         assert calc_diff(out, exact) < 1e-6 and not out[-5:].any()
     d = cuda(rows, 400, seed=2)
     exact = reference.grouped_wgrad(d.double(), x.double(), counts)
-    grad = moe_kernels.grouped_wgrad(d, x, sizes)
-    assert grad.dtype == torch.float32 and calc_diff(grad, exact) < 1e-9
-    assert calc_diff(moe_kernels.grouped_wgrad(d, x, sizes, grad.clone()), 2 * exact) < 1e-9
+    for hopper in (False, True):
+        grad = moe_kernels.grouped_wgrad(d, x, sizes, hopper=hopper)
+        assert grad.dtype == torch.float32 and calc_diff(grad, exact) < 1e-9
+        assert calc_diff(moe_kernels.grouped_wgrad(d, x, sizes, grad.clone(), hopper=hopper), 2 * exact) < 1e-9
     columns = (*moe_kernels.quantize_columns(d, sizes, GRADIENT_AMAX), *moe_kernels.quantize_columns(x, sizes))
     exact = reference.grouped_wgrad_fp8(*columns, counts)
-    assert calc_diff(moe_kernels.grouped_wgrad_fp8(*columns, sizes), exact) < 1e-6
+    for hopper in (False, True):
+        assert calc_diff(moe_kernels.grouped_wgrad_fp8(*columns, sizes, hopper=hopper), exact) < 1e-6
 
 
-def test_the_hopper_form_agrees_where_there_is_a_hopper() -> None:
+@pytest.mark.parametrize("name", ["gemm", "gemm_fp8", "wgrad", "wgrad_fp8"])
+def test_the_hopper_forms_agree_where_there_is_a_hopper(name: str) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    from moe_kernels.device import hopper_gemm_fp8
-    from moe_kernels.device.grouped_gemm_fp8 import grouped_gemm_fp8
+    from moe_kernels import device
+    from moe_kernels.device.forms import hopper_form
 
-    assert hopper_gemm_fp8.usable(torch.device("cuda"), grouped_gemm_fp8)
+    assert hopper_form(name, torch.device("cuda"), getattr(device, f"grouped_{name}")) is not None
 
 
 @pytest.mark.parametrize("hidden", [128, 200])

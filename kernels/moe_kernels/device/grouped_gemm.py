@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_kernels.device.forms import hopper_form
 from moe_kernels.device.tiles import (
     SWIZZLE,
     check_aligned,
@@ -76,6 +77,7 @@ def grouped_gemm(
     counts: Sequence[int] | Tensor,
     source: Tensor | None = None,
     num_sms: int | None = None,
+    hopper: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """See `reference.grouped_gemm`. bf16 (or fp16); both rows and b's contiguous dimension in multiples of 8.
@@ -92,13 +94,17 @@ def grouped_gemm(
     out = torch.empty(rows, columns, dtype=a.dtype, device=a.device)
     if not out.numel() or not depth:
         return out.zero_()
+    a, stored = a.contiguous(), stored.contiguous()
+    form = hopper_form("gemm", a.device, grouped_gemm) if hopper and source is None else None
+    if form is not None and form.takes(a, b, by_column):
+        result: Tensor = form.hopper_gemm(a, stored, by_column, counts, num_sms)
+        return result
     tile = tile or choose(TILES, rows, groups)
-    a = a.contiguous()
     bound = (triton.cdiv(rows, tile.rows) + groups) * triton.cdiv(columns, tile.columns)  # at least the tiles there are
     b_block = [1, tile.columns, tile.depth] if by_column else [1, tile.depth, tile.columns]
     _grouped_gemm_kernel[(min(bound, num_sms or multiprocessors(a.device)),)](
         TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]), a, source,
-        TensorDescriptor.from_tensor(stored.contiguous(), b_block), out, device_counts(counts, a.device, groups),
+        TensorDescriptor.from_tensor(stored, b_block), out, device_counts(counts, a.device, groups),
         rows, columns, depth, groups, **_constants(tile, group_bound(groups), source is not None, by_column),
         **tile.options(),
     )  # fmt: skip

@@ -7,7 +7,6 @@ this one is waited for. Both operands lie along the sum, as sm_90 wants fp8.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_kernels.device.forms import hopper_form
 from moe_kernels.device.tiles import (
     SWIZZLE,
     check_aligned,
@@ -100,11 +100,10 @@ def grouped_gemm_fp8(
     if not out.numel() or not depth:
         return out.zero_()
     a, a_scale, b, b_scale = (x.contiguous() for x in (a, a_scale, b, b_scale))
-    if hopper and source is None:
-        form = importlib.import_module("moe_kernels.device.hopper_gemm_fp8")
-        if form.usable(a.device, grouped_gemm_fp8):
-            result: Tensor = form.hopper_gemm_fp8(a, a_scale, b, b_scale, counts, dtype, num_sms)
-            return result
+    form = hopper_form("gemm_fp8", a.device, grouped_gemm_fp8) if hopper and source is None else None
+    if form is not None:
+        result: Tensor = form.hopper_gemm_fp8(a, a_scale, b, b_scale, counts, dtype, num_sms)
+        return result
     tile = tile or choose(TILES, rows, groups)
     bound = (triton.cdiv(rows, tile.rows) + groups) * triton.cdiv(columns, tile.columns)
     _grouped_gemm_fp8_kernel[(min(bound, num_sms or multiprocessors(a.device)),)](

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_kernels.device.forms import hopper_form
 from moe_kernels.device.tiles import check_aligned, device_counts, group_bound, group_rows, multiprocessors
 from moe_kernels.device.tuning import Tile, Variant
 
@@ -73,6 +74,7 @@ def grouped_wgrad(
     counts: Sequence[int] | Tensor,
     out: Tensor | None = None,
     num_sms: int | None = None,
+    hopper: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """See `reference.grouped_wgrad`. bf16 (or fp16), both column counts multiples of 8; the result is fp32.
@@ -88,11 +90,16 @@ def grouped_wgrad(
         return grad
     if not a.shape[0]:
         return grad if out is not None else grad.zero_()
+    d_out, a = d_out.contiguous(), a.contiguous()
+    form = hopper_form("wgrad", a.device, grouped_wgrad) if hopper else None
+    if form is not None:
+        result: Tensor = form.hopper_wgrad(d_out, a, counts, grad, out is not None, num_sms)
+        return result
     tile = tile or TILES[0]
     tiles = groups * triton.cdiv(d_columns, tile.rows) * triton.cdiv(a_columns, tile.columns)
     _grouped_wgrad_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
-        TensorDescriptor.from_tensor(d_out.contiguous(), [tile.depth, tile.rows]),
-        TensorDescriptor.from_tensor(a.contiguous(), [tile.depth, tile.columns]),
+        TensorDescriptor.from_tensor(d_out, [tile.depth, tile.rows]),
+        TensorDescriptor.from_tensor(a, [tile.depth, tile.columns]),
         grad, device_counts(counts, a.device), d_columns, a_columns, groups,
         **_constants(tile, group_bound(groups), out is not None), **tile.options(),
     )  # fmt: skip

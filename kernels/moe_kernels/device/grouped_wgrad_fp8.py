@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_kernels.device.forms import hopper_form
 from moe_kernels.device.grouped_wgrad import add_in_halves, check_gradient
 from moe_kernels.device.tiles import device_counts, group_bound, group_tiles, multiprocessors
 from moe_kernels.device.tuning import Tile, Variant
@@ -58,6 +59,7 @@ def grouped_wgrad_fp8(
     counts: Sequence[int] | Tensor,
     out: Tensor | None = None,
     num_sms: int | None = None,
+    hopper: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """See `reference.grouped_wgrad_fp8`; `num_sms` as in `grouped_gemm`."""
@@ -66,11 +68,17 @@ def grouped_wgrad_fp8(
     check_gradient(grad, (groups, d_rows, a_rows))
     if not grad.numel():
         return grad
+    d_out, d_out_scale, a, a_scale = (x.contiguous() for x in (d_out, d_out_scale, a, a_scale))
+    form = hopper_form("wgrad_fp8", a.device, grouped_wgrad_fp8) if hopper else None
+    if form is not None:
+        operands = (d_out, d_out_scale, a, a_scale, counts)
+        result: Tensor = form.hopper_wgrad_fp8(*operands, grad, out is not None, num_sms)
+        return result
     tile = tile or TILES[0]
     tiles = groups * triton.cdiv(d_rows, tile.rows) * triton.cdiv(a_rows, tile.columns)
     _grouped_wgrad_fp8_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
-        TensorDescriptor.from_tensor(d_out.contiguous(), [tile.rows, BLOCK]), d_out_scale.contiguous(),
-        TensorDescriptor.from_tensor(a.contiguous(), [tile.columns, BLOCK]), a_scale.contiguous(),
+        TensorDescriptor.from_tensor(d_out, [tile.rows, BLOCK]), d_out_scale,
+        TensorDescriptor.from_tensor(a, [tile.columns, BLOCK]), a_scale,
         grad, device_counts(counts, a.device), d_rows, a_rows, groups,
         **_constants(tile, group_bound(groups), out is not None), **tile.options(),
     )  # fmt: skip

@@ -33,8 +33,7 @@ def grouped_gemm_fp8(
     a [N, in] with a_scale [ceil(in/128), N] (`quantize_rows`): rows sorted by group; or, with `source` [N] int64,
     row n is row source[n] of a [R, in]. b [e, out, in] with b_scale [e, ceil(out/128), ceil(in/128)]
     (`quantize_blocks`; its transposed codes and scales give the input gradient). counts [e]: rows of each group,
-    summing to at most N. Returns [N, out]; rows after the last group are zero. num_sms: see `grouped_gemm`. hopper: on
-    sm_90, without `source`, use the form whose warps have roles, if it gives the other form's results there.
+    summing to at most N. Returns [N, out]; rows after the last group are zero. num_sms, hopper: see `grouped_gemm`.
     """
     wide = dequantize_rows(a, a_scale)
     return grouped_gemm(wide, dequantize_blocks(b, b_scale).transpose(1, 2), as_list(counts), source).to(dtype)
@@ -48,12 +47,13 @@ def grouped_wgrad_fp8(
     counts: Sequence[int] | Tensor,
     out: Tensor | None = None,
     num_sms: int | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """Weight gradient of each group from operands of `quantize_columns`, in fp32.
 
     d_out [out, P] with d_out_scale [P/128, out'], a [in, P] with a_scale [P/128, in']: the groups' rows along the
     second dimension, each group in whole tiles of 128. Returns [e, out, in], or `out` (fp32) with the gradient added;
-    a group without rows has gradient zero. num_sms: see `grouped_gemm`.
+    a group without rows has gradient zero. num_sms, hopper: see `grouped_gemm`.
     """
     counts = as_list(counts)
     grad = a_scale.new_zeros(len(counts), d_out.shape[0], a.shape[0]) if out is None else out

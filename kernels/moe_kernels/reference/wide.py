@@ -70,13 +70,19 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def grouped_gemm(
-    a: Tensor, b: Tensor, counts: Sequence[int] | Tensor, source: Tensor | None = None, num_sms: int | None = None
+    a: Tensor,
+    b: Tensor,
+    counts: Sequence[int] | Tensor,
+    source: Tensor | None = None,
+    num_sms: int | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """Each group of rows times its own matrix, with batch-invariant rows.
 
     a [N, in]: rows sorted by group; or, with `source` [N] int64, row n is row source[n] of a [R, in]. b [e, in, out];
     counts [e]: rows of each group, summing to at most N. Returns [N, out]; rows after the last group are zero.
-    num_sms: on a GPU, how many multiprocessors to use; no effect here.
+    num_sms: on a GPU, how many multiprocessors to use; no effect here. hopper: on sm_90, without `source`, use the form
+    whose warps have roles, if it gives the other form's results there.
     """
     if source is not None:
         a = a.index_select(0, source)
@@ -120,11 +126,12 @@ def grouped_wgrad(
     counts: Sequence[int] | Tensor,
     out: Tensor | None = None,
     num_sms: int | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """Weight gradient of each group: d_out [N, out], a [N, in] -> d_out_g^T @ a_g, [e, out, in].
 
     A group without rows has gradient zero. In fp32 where 16-bit products are computed in it (`matmul_dtype`), and on
-    GPUs. With `out` [e, out, in], fp32, adds to it and returns it. num_sms: see `grouped_gemm`.
+    GPUs. With `out` [e, out, in], fp32, adds to it and returns it. num_sms, hopper: see `grouped_gemm`.
     """
     counts = as_list(counts)
     compute = matmul_dtype(a.dtype, a.device)

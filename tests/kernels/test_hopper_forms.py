@@ -1,0 +1,124 @@
+"""The Hopper forms on CPU tensors, a thread for each role, against the reference: addresses, masks, ends of groups.
+
+Their machine code is looked at in `test_aot`, their barriers' every order in `test_hopper_protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from gluon_on_threads import emulated
+from interpreter import interpreted
+from measures import calc_diff, randn
+from torch import Tensor
+
+import moe_kernels
+from moe_kernels.fp8_format import GRADIENT_AMAX
+
+hopper, tails = interpreted("hopper"), interpreted("tails")
+gemm, gemm_fp8 = interpreted("hopper_gemm"), interpreted("hopper_gemm_fp8")
+wgrad, wgrad_fp8 = interpreted("hopper_wgrad"), interpreted("hopper_wgrad_fp8")
+FP32_SUMS = 1e-6
+COUNTS = [[0, 1, 7], [64, 0, 389], pytest.param([128, 129, 0], marks=pytest.mark.slow), [0, 0, 0]]
+
+
+@pytest.fixture(autouse=True)
+def on_threads() -> Iterator[None]:
+    with emulated(hopper, gemm, gemm_fp8, wgrad, wgrad_fp8):
+        yield
+
+
+def with_tail(counts: list[int], dim: int, seed: int = 0) -> Tensor:
+    """Rows of the groups, and 5 rows of NaN after the last group."""
+    x = randn(sum(counts) + 5, dim, seed=seed)
+    x[-5:] = float("nan")
+    return x
+
+
+@pytest.mark.parametrize("by_column", [True, False], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gemm(counts: list[int], by_column: bool) -> None:
+    depth = 136 if by_column else 128
+    a, b = with_tail(counts, depth), randn(3, depth, 272, seed=1)
+    stored = b.transpose(1, 2).contiguous() if by_column else b
+    assert gemm.takes(a, stored.transpose(1, 2) if by_column else stored, by_column)
+    out = gemm.hopper_gemm(a, stored, by_column, torch.tensor(counts), num_sms=3)
+    expected = moe_kernels.grouped_gemm(a, b, counts)
+    assert out.dtype == torch.bfloat16 and not out[-5:].any()
+    assert not sum(counts) or calc_diff(out, expected) < FP32_SUMS
+
+
+def test_gemm_leaves_sums_of_broken_steps_to_the_plain_form() -> None:
+    """Across the columns of b a last step of the sum would reach into the next group's matrix."""
+    a, b = randn(5, 136), randn(3, 136, 72)
+    assert not gemm.takes(a, b, False) and gemm.takes(a, b, True)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gemm_fp8(counts: list[int]) -> None:
+    a, (b, _, b_scale) = (
+        moe_kernels.quantize_rows(with_tail(counts, 272)),
+        moe_kernels.quantize_blocks(randn(3, 200, 272, seed=1)),
+    )
+    out = gemm_fp8.hopper_gemm_fp8(*a, b, b_scale, torch.tensor(counts), torch.float32, num_sms=3)
+    expected = moe_kernels.grouped_gemm_fp8(*a, b, b_scale, counts, dtype=torch.float32)
+    assert not out[-5:].any() and (not sum(counts) or calc_diff(out, expected) < FP32_SUMS)
+
+
+def check_gradients(run: Callable[[Tensor, bool], Tensor], reference: Callable[[Tensor | None], Tensor],
+                    counts: list[int]) -> None:  # fmt: skip
+    """Alone (over NaN) and added to what is there; a group without rows has zero, or leaves it untouched."""
+    expected = reference(None)
+    before = torch.randn(expected.shape)
+    alone = run(torch.full_like(before, float("nan")), False)
+    added = run(before.clone(), True)
+    for group, count in enumerate(counts):
+        assert count or (not alone[group].any() and torch.equal(added[group], before[group]))
+    assert alone.isfinite().all() and (not sum(counts) or calc_diff(alone, expected) < FP32_SUMS)
+    assert calc_diff(added, reference(before.clone())) < FP32_SUMS
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_wgrad(counts: list[int]) -> None:
+    """Rows of NaN follow the last group, and other groups' rows each of the others."""
+    d, a, sizes = with_tail(counts, 72), with_tail(counts, 264, seed=1), torch.tensor(counts)
+    check_gradients(
+        lambda grad, accumulate: wgrad.hopper_wgrad(d, a, sizes, grad, accumulate, num_sms=3),
+        lambda out: moe_kernels.grouped_wgrad(d.float(), a.float(), counts, out),
+        counts,
+    )
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_wgrad_fp8(counts: list[int]) -> None:
+    sizes = torch.tensor(counts)
+    d = moe_kernels.quantize_columns(with_tail(counts, 72), counts, GRADIENT_AMAX)
+    a = moe_kernels.quantize_columns(with_tail(counts, 136, seed=1), counts)
+    check_gradients(
+        lambda grad, accumulate: wgrad_fp8.hopper_wgrad_fp8(*d, *a, sizes, grad, accumulate, num_sms=3),
+        lambda out: moe_kernels.grouped_wgrad_fp8(*d, *a, counts, out),
+        counts,
+    )
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_tails(counts: list[int]) -> None:
+    x = with_tail(counts, 136)
+    out = tails.tails(x, torch.tensor(counts), 64).view(3, 64, 136)
+    start = 0
+    for group, count in enumerate(counts):
+        whole, start = start + count // 64 * 64, start + count
+        assert torch.equal(out[group, : start - whole], x[whole:start]) and not out[group, start - whole :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [gemm, gemm_fp8, wgrad, wgrad_fp8])
+def test_a_form_is_compared_with_its_twin(form: object) -> None:
+    """What a GPU does before it uses a form: here with the reference in the plain form's place, and one that errs."""
+    name = form.__name__.rsplit("hopper_", 1)[1]  # type: ignore[attr-defined]
+    plain = getattr(moe_kernels, f"grouped_{name}")
+    compare: Callable[..., float] = form.compare  # type: ignore[attr-defined]
+    assert compare(torch.device("cpu"), plain) < 1e-5  # (sums in another order; 16-bit results)
+    assert compare(torch.device("cpu"), lambda *args, **kwargs: plain(*args, **kwargs) * 1.01) > 1e-5
