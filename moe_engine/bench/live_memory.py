@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ SMALL = 1 << 12  # bytes; smaller tensors are not counted
 class LivePeak(TorchDispatchMode):
     """Inside the `with`: the most bytes that were held at once by storages that operations made there.
 
+    known: tensors from before, of which operations may return views.
     peak: bytes; what existed before is not in it. longest_pair: the largest number that two dimensions of one tensor
     both reached, which shows a tensor that grows with the square of the length.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self._known = {x.untyped_storage()._cdata for x in known}
         self.peak, self.longest_pair = 0, 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sum = 0  # of `_held`, in which some may be gone: an upper bound
@@ -36,11 +39,15 @@ class LivePeak(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         size, key = storage.nbytes(), storage._cdata
-        if key in self._held and not self._held[key][0].expired():
+        if key in self._known or (key in self._held and not self._held[key][0].expired()):
             return
         self._held[key] = StorageWeakRef(storage), size
         self._sum += size
         if self._sum > self.peak:  # perhaps a new peak: count exactly
-            self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-            self._sum = sum(size for _, size in self._held.values())
-            self.peak = max(self.peak, self._sum)
+            self.peak = max(self.peak, self.held())
+
+    def held(self) -> int:
+        """Bytes that are held now."""
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        self._sum = sum(size for _, size in self._held.values())
+        return self._sum

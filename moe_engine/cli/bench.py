@@ -33,6 +33,9 @@ BENCHMARKS = {
     "attention": Entry(
         "moe_engine.bench.attention", "bench_attention", "a CPU's attention, forward and backward, against torch's"
     ),
+    "layer": Entry(
+        "moe_engine.bench.layer", "bench_layer", "routed experts against other libraries', speed and memory"
+    ),
     "overlap": Entry(
         "moe_engine.bench.overlap", "bench_overlap", "what the overlapped pair hides of exchanges over a slow wire"
     ),

@@ -1,0 +1,87 @@
+"""`moe-engine bench layer`: what it refuses, and that every peer is checked, its memory counted, and timed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.__main__ import main
+from moe_engine.bench import layer, layer_peers, machine, record
+
+SMALL = layer.Shape(32, 32, 8, 2)
+CPU = torch.device("cpu")
+
+
+def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["shapes=[gpt2]", "dtypes=[fp16]", "tokens=0", "rounds=0", "scale=-1", f"out={tmp_path}/file"]
+    assert main(["bench", "layer", *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "Traceback" not in output.err
+    for part in ("shapes=[gpt2]", "mixtral_8x7b", "dtypes=[fp16]", "tokens=0", "rounds=0", "scale=-1", "is a file"):
+        assert part in output.err
+    assert main(["bench", "layer", "shapes=[]"]) == 2
+
+
+def test_every_case_is_checked_counted_timed_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known = {"cpu": "", "cores": 1, "cpu_capability": "", "torch": "", "platform": "", "gpu": ""}
+    rates = {"matrix_flops": {}, "copy_bytes": {}, "send_bytes": 1.0}
+    monkeypatch.setattr(machine, "describe", lambda threads: known | {"ceilings": rates})
+    monkeypatch.setattr(layer, "run_ranks", lambda world, threads, function, *args: [function(0, CPU, *args)])
+    words = ["shapes=[mixtral_8x7b]", "scale=128", "tokens=24", "rounds=2", f"out={tmp_path}/b"]
+    assert main(["bench", "layer", *words]) == 0
+    results = record.read(tmp_path / "b")
+    assert {r.candidate for r in results} >= {"moe_engine", "torch_grouped_mm", "transformers_eager"}
+    for result in results:
+        assert result.verdict.passed and len(result.samples) == 2 and result.figures["tokens_per_s"] > 0
+        assert ("saved_mb" in result.figures) == result.case.startswith("both")
+    report = (tmp_path / "b" / "report.md").read_text()
+    assert "x as fast as" in report and "of what eager experts keep" in report and "* megablocks: not " in report
+    assert (tmp_path / "b" / "plot.svg").exists()
+
+
+def test_a_wrong_peer_fails_whether_in_its_output_or_a_gradient() -> None:
+    inputs, d_out = layer.make_inputs(SMALL, 20, torch.float32, CPU)
+    truth = layer.outcome(layer_peers.dense_loop, layer._wide(inputs), d_out.double())
+
+    def detached(inputs: layer_peers.Inputs) -> Tensor:
+        return layer_peers.ours(inputs) + 0 * inputs.weights.sum() - inputs.down.sum() + inputs.down.detach().sum()
+
+    bound = layer.BOUNDS["fp32"]
+    assert layer.verdict("right", layer_peers.ours, inputs, d_out, truth, bound).passed
+    assert not layer.verdict("twice", lambda i: 2 * layer_peers.ours(i), inputs, d_out, truth, bound).passed
+    assert not layer.verdict("gradient", detached, inputs, d_out, truth, bound).passed
+
+
+def test_memory_is_that_of_what_forward_keeps() -> None:
+    inputs, d_out = layer.make_inputs(layer.Shape(64, 64, 8, 2), 100, torch.float32, CPU)
+
+    def two_copies(inputs: layer_peers.Inputs) -> Tensor:
+        return (inputs.x * 2).exp() * 3  # exp keeps its output, the products nothing
+
+    kept = layer.count_memory(lambda i: two_copies(i) + 0 * sum(leaf.sum() for leaf in i.leaves()), inputs, d_out)
+    assert kept["saved_mb"] == pytest.approx(100 * 64 * 4 / 1e6)
+    ours = layer.count_memory(layer_peers.ours, inputs, d_out)
+    assert ours["peak_mb"] > ours["saved_mb"] + inputs.gate_up.nbytes / 1e6
+
+
+def test_sizes_are_scaled_to_the_device() -> None:
+    assert layer.SHAPES["deepseek_v3"].scaled(8) == layer.Shape(896, 256, 64, 8)
+    assert layer.SHAPES["mixtral_8x7b"].scaled(8) == layer.Shape(512, 1792, 8, 2)
+    assert layer.SHAPES["olmoe"].scaled(1) is layer.SHAPES["olmoe"]
+    assert layer.SHAPES["olmoe"].scaled(1000) == layer.Shape(32, 32, 16, 8)
+
+
+def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "scattermoe" else None)
+    found, missing = layer_peers.candidates(layer.make_inputs(SMALL, 4, torch.float32, CPU)[0])
+    assert list(found) == ["moe_engine", "torch_grouped_mm"]
+    assert missing["scattermoe"].startswith("not run") and missing["transformers_eager"] == "not installed"
+    monkeypatch.undo()
+    monkeypatch.setattr(layer_peers, "LARGEST_COPY", 1)
+    _, missing = layer_peers.candidates(layer.make_inputs(SMALL, 4, torch.float32, CPU)[0])
+    assert missing["transformers_batched_mm"].startswith("not run: copies")
