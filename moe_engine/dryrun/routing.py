@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,19 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import ModelConfig
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.routing import RowCounts, row_counts
+
+
+class AssumedChoices:
+    """Stands beside a layer's router (`moe.choices`): the same choice for any micro-batch of as many tokens."""
+
+    def __init__(self, choose: Callable[[int], Tensor]) -> None:
+        self.choose = cache(choose)
+
+    def given(self, tokens: int, device: torch.device, label: str) -> Tensor | None:
+        return self.choose(tokens).clone()  # a tensor of its own for each micro-batch, as a router's
+
+    def taken(self, expert_ids: Tensor, label: str) -> None:
+        """Nobody asks."""
 
 
 def expert_choice(model: ModelConfig, tokens: int, ep: int, busiest: int, load: float, exact: bool) -> Tensor:

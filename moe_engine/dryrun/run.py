@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord, Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.distributed.silent import silent_groups
 from moe_engine.dryrun.collectives import kind
-from moe_engine.dryrun.routing import expert_choice
+from moe_engine.dryrun.routing import AssumedChoices, expert_choice
 from moe_engine.dryrun.tensors import META, TensorsWithoutData
 from moe_engine.layout import Layout, Placement, StageSpec
 from moe_engine.model.batch import Batch, Shard
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import Stage
-from moe_engine.ops.choose import chosen_ids
 from moe_engine.planner.job import placement_of
 from moe_engine.trainer import Connect, Trainer
 
@@ -134,14 +131,9 @@ def _whole_stage(config: Config, spec: StageSpec) -> list[NamedParameter]:
 def set_routing(trainer: Trainer, load: float) -> None:
     """Experts are chosen by the assumption; a choice depends on the number of tokens alone."""
     model, ep = trainer.config.model, trainer.groups.ep
-
-    @cache
-    def chosen(tokens: int) -> Tensor:
-        ids = expert_choice(model, tokens, ep.size, ep.rank, load, trainer.config.moe.combine == "exact")
-        return torch.zeros(tokens, model.num_experts, dtype=torch.bool).scatter_(1, ids, True)
-
+    exact = trainer.config.moe.combine == "exact"
     for layer in trainer.moe_layers().values():
-        layer.router.choose = lambda scores: chosen_ids(chosen(scores.shape[0]), model.top_k)  # type: ignore[method-assign]
+        layer.choices = AssumedChoices(lambda tokens: expert_choice(model, tokens, ep.size, ep.rank, load, exact))
 
 
 def whole_rows(config: Config, groups: Groups) -> Batch:

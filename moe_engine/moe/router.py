@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from moe_engine.config.schema import MoEConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe.balance import update_expert_bias
-from moe_engine.ops.activation import log_sigmoid, sigmoid
-from moe_engine.ops.choose import choose, chosen_ids
 from moe_engine.ops.count import count_on_backward
 from moe_engine.ops.linear import wide_linear
 from moe_engine.ops.random import normal
+from moe_engine.ops.route import route
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Router(nn.Module):
 
     expert_bias [E] fp32, a buffer: added to the scores for the choice (loads near 7 with steps of 1e-3 need fp32);
     num_tokens_per_expert [E] int64: tokens sent to each expert since it was last cleared, without padding. A token
-    counts when its backward runs, once: evaluation has none, and a recomputed forward adds nothing. It is no buffer,
-    since DDP overwrites the buffers of all ranks with those of the first before every forward.
+    counts when its weights' backward runs, once: evaluation has none, and a recomputed forward adds nothing. It is no
+    buffer, since DDP overwrites the buffers of all ranks with those of the first before every forward.
 
     The weight starts as normal numbers of `config.init_std` that depend on `name` and `seed`; None: as it is.
     """
@@ -95,14 +94,12 @@ class Router(nn.Module):
         logits = wide_linear(x, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
-        scores = sigmoid(logits.detach()) if config.score_function == "sigmoid" else logits.detach().softmax(dim=1)
-        if expert_ids is None:
-            expert_ids = self.choose(scores)
+        expert_ids, weights, scores, loads = route(logits, self.expert_bias, token_mask, config, expert_ids)
         if self.training:
             if self.num_tokens_per_expert.device != x.device:  # a wrapper moved parameters and buffers alone
                 self.num_tokens_per_expert = self.num_tokens_per_expert.to(x.device)
-            logits = count_on_backward(logits, self.num_tokens_per_expert, expert_ids, token_mask)
-        return Routing(expert_ids, self._weigh(logits, expert_ids), logits, scores)
+            weights = count_on_backward(weights, self.num_tokens_per_expert, expert_ids, token_mask, loads)
+        return Routing(expert_ids, weights, logits, scores)
 
     def update_balance(self, group: Any = None) -> None:
         """Move the balancing bias by the loads since the last call and clear them. Once per optimizer step.
@@ -117,33 +114,6 @@ class Router(nn.Module):
         counts = ranks.all_reduce_sum(self.num_tokens_per_expert, "balance")
         update_expert_bias(self.expert_bias, counts, self.config.bias_step)
         self.num_tokens_per_expert.zero_()
-
-    def choose(self, scores: Tensor) -> Tensor:
-        """Expert ids [T, K], ascending in each row, of the best biased scores [T, E] within the best groups.
-
-        A dry run, whose scores have no values, sets another function in its place.
-        """
-        config = self.config
-        biased = scores + self.expert_bias
-        if config.top_groups < config.num_groups:
-            grouped = biased.unflatten(1, (config.num_groups, -1))  # [T, G, E/G]
-            best = grouped.topk(2 if config.group_score == "sum_top2" else 1, dim=2).values
-            allowed = choose(best.sum(dim=2), config.top_groups)
-            # -inf, not 0: a masked expert must lose against any allowed one, however negative its bias.
-            biased = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
-        return chosen_ids(choose(biased, config.top_k), config.top_k)
-
-    def _weigh(self, logits: Tensor, expert_ids: Tensor) -> Tensor:
-        """Weights [T, K] from unbiased scores. Normalised in log space: scores that underflow still sum to 1."""
-        config = self.config
-        if config.normalize_weights:
-            chosen = logits.gather(1, expert_ids)
-            weights = (log_sigmoid(chosen) if config.score_function == "sigmoid" else chosen).softmax(dim=1)
-        elif config.score_function == "sigmoid":
-            weights = sigmoid(logits.gather(1, expert_ids))
-        else:
-            weights = logits.softmax(dim=1).gather(1, expert_ids)
-        return weights * config.route_scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias, counts = self.expert_bias, self.num_tokens_per_expert

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, arXiv 2002.05202) with the routing weight inside, and a batch-invariant sigmoid."""
+"""SwiGLU (Shazeer, arXiv 2002.05202) with the routing weight inside, and batch-invariant sigmoids."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from moe_kernels.reference.route import log_sigmoid, sigmoid
+
+__all__ = ["log_sigmoid", "sigmoid", "swiglu"]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -31,17 +34,3 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     flat = gate_up.reshape(-1, gate_up.shape[-1])
     out: Tensor = _SwiGLU.apply(flat, None if weight is None else weight.reshape(-1))
     return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) from exp, whose CPU code gives an element the same bits wherever it stands."""
-    return 1 / (1 + torch.exp(-x))
-
-
-def log_sigmoid(x: Tensor) -> Tensor:
-    """log(sigmoid(x)), finite and with a gradient for any finite x; absolute error about one unit in 1.
-
-    Not by log1p: unlike exp and log, its CPU code gives an element other bits at the end of a tensor. The minimum
-    with 0 is written so that its gradient at 0 is 1/2.
-    """
-    return (x - x.abs()) / 2 - torch.log(1 + torch.exp(-x.abs()))

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 
-def count_on_backward(x: Tensor, counts: Tensor, expert_ids: Tensor, token_mask: Tensor | None) -> Tensor:
+def count_on_backward(
+    x: Tensor, counts: Tensor, expert_ids: Tensor, token_mask: Tensor | None, loads: Tensor | None = None
+) -> Tensor:
     """`x` as it is; its first backward adds the choice to `counts`.
 
     counts [E] int64, changed in place; expert_ids [T, K]; token_mask [T] bool, False for tokens that do not count.
+    loads [E]: the choice counted already, where somebody has.
     """
     if torch.compiler.is_compiling():
         in_graph: Tensor = torch.ops.moe_engine.count_on_backward(x, counts, expert_ids, token_mask)
         return in_graph
-    out: Tensor = _CountOnBackward.apply(x, counts, expert_ids, token_mask)
+    out: Tensor = _CountOnBackward.apply(x, counts, _chosen(counts, expert_ids, token_mask) if loads is None else loads)
     return out
 
 
@@ -30,16 +33,16 @@ def _chosen(counts: Tensor, expert_ids: Tensor, token_mask: Tensor | None) -> Te
 
 class _CountOnBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, expert_ids: Tensor, token_mask: Tensor | None) -> Tensor:
-        ctx.counts, ctx.more = counts, _chosen(counts, expert_ids, token_mask)
+    def forward(ctx: Any, x: Tensor, counts: Tensor, more: Tensor) -> Tensor:
+        ctx.counts, ctx.more = counts, more
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.more is not None:
             ctx.counts += ctx.more
             ctx.more = None
-        return grads[0], None, None, None
+        return grads[0], None, None
 
 
 # In a compiled graph, where each op is a node and an op may not return its argument: the same in two ops.

@@ -14,6 +14,7 @@ from torch import Tensor
 import moe_kernels
 from moe_engine.config.schema import MoEConfig
 from moe_engine.moe.router import Router
+from moe_kernels.reference.route import weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities on purpose
 device = interpreted("route")
@@ -97,3 +98,22 @@ def test_nan_and_no_tokens(route: Callable[..., tuple[Tensor, ...]]) -> None:
     assert 3 not in ids[0].tolist() and (ids >= 0).all() and (ids < 16).all() and counts.sum() == 8
     ids, weights, scores, counts = route(logits[:0], torch.zeros(16), 4)
     assert ids.shape == weights.shape == (0, 4) and scores.shape == (0, 16) and not counts.any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engines_router_is_the_op_with_a_gradient(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a forward, its very weights; the gradient has the bits of autograd through the same formula."""
+    names = {"normalize": "normalize_weights"}
+    config = MoEConfig(dim=40, expert_hidden=8, num_experts=40, **{names.get(k, k): v for k, v in case.items()})
+    calls: list[tuple[Tensor, ...]] = []
+    op = moe_kernels.route
+    monkeypatch.setattr(moe_kernels, "route", lambda *args: (calls.append(op(*args)), calls[-1])[1])
+    router, x = Router(config), randn(13, 40, dtype=torch.float32)
+    routing = router(x, torch.arange(13) != 4)
+    (ids, weights, _, loads), d_weights = calls[0], randn(13, case["top_k"], dtype=torch.float32, seed=1)
+    assert len(calls) == 1 and torch.equal(routing.expert_weights, weights) and not router.num_tokens_per_expert.any()
+    (result,) = torch.autograd.grad(routing.expert_weights, routing.router_logits, d_weights)
+    assert torch.equal(router.num_tokens_per_expert, loads)
+    logits = routing.router_logits.detach().requires_grad_()
+    plain = weigh(logits, ids, config.score_function, config.normalize_weights, config.route_scale)
+    assert torch.equal(result, torch.autograd.grad(plain, logits, d_weights)[0])
