@@ -11,7 +11,8 @@ nothing above knows of a dry run: it asks for tensors on the device `meta` and g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,38 +50,79 @@ class TensorsWithoutData(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = LiveBytes()
+        self.live, self._forms = LiveBytes(), Forms()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; else torch wraps each of a million calls, a quarter of their time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = _run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         for x in _tensors_in((result,)):
             self.live.hold(x)
         return result
 
 
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of an operation, by the rule of the module."""
+        tensors = list(_tensors_in(args)) + list(_tensors_in(kwargs.values()))
+        if not tensors:
+            return _make(func, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(*args) if args[0].device == CPU else 0
+        if all(x.device == CPU for x in tensors):
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": CPU}
+            return _each(func(*args, **kwargs), lambda x: _like(x, META) if _is_data(x) and not _in(x, tensors) else x)
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU:  # read on the host
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == CPU:
+            return args[0]  # an integer would take what has no value
+        if func.overloadpacket not in _INDEXING:  # these take real indices beside tensors without data
+            args = _each(args, lambda x: _like(x, META) if x.device == CPU else x)
+        result = self._forms.made(func, args, kwargs) if _makes_anew(func) else func(*args, **kwargs)
+        return _each(result, lambda x: x if _is_data(x) or _in(x, tensors) else _zeros(x))
+
+
+class Forms:
+    """Results of operations without data by the forms of their arguments: most of a step repeats what came before.
+
+    Torch works out sizes in Python for many operations, ten times as long as making a tensor of known sizes takes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What `func` gives, whose results must share no memory with its arguments."""
+        key = (func, _form(args), _form(tuple(kwargs.items())))
+        known = self._known.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            self._known[key] = _each(result, lambda x: _like(x, META))
+            return result
+        return _each(known, lambda x: _like(x, META))
+
+
+@cache
+def _makes_anew(func: Any) -> bool:
+    """Whether an operation writes to none of its arguments and returns no view of them."""
+    schema = func._schema
+    return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
+
+
+def _form(value: Any) -> Any:
+    """What a result's sizes depend on: of tensors size, layout and format, of anything else itself."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_form, value))
+    return type(value), value
+
+
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 REAL = 1 << 14  # elements up to which zeros made by floating-point numbers are memory of their own
-
-
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results of an operation, by the rule of the module."""
-    tensors = list(_tensors_in(args)) + list(_tensors_in(tuple(kwargs.values())))
-    if not tensors:
-        return _make(func, args, kwargs)
-    if func is torch.ops.aten._local_scalar_dense.default:
-        return func(*args) if args[0].device == CPU else 0
-    if all(x.device == CPU for x in tensors):
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": CPU}
-        return _each(func(*args, **kwargs), lambda x: _like(x, META) if _is_data(x) and not _in(x, tensors) else x)
-    if func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU:  # read on the host
-        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-    if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == CPU:
-        return args[0]  # an integer would take what has no value
-    if func.overloadpacket not in _INDEXING:  # these take real indices beside tensors without data
-        args = _each(args, lambda x: _like(x, META) if x.device == CPU else x)
-    return _each(func(*args, **kwargs), lambda x: x if _is_data(x) or _in(x, tensors) else _zeros(x))
 
 
 def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -93,14 +135,14 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _is_data(x: Tensor) -> bool:
     """Whether these are numbers that a dry run leaves out; bytes are such numbers on their way."""
-    return x.is_floating_point() or x.dtype == torch.uint8
+    return x.is_floating_point() or x.is_complex() or x.dtype == torch.uint8
 
 
 def _in(x: Tensor, tensors: list[Tensor]) -> bool:
     return any(x is each for each in tensors)
 
 
-def _tensors_in(values: Any) -> Iterator[Tensor]:
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -2,7 +2,7 @@
 
 Turning a pair (a, b) gives (a cos - b sin, b cos + a sin): the pair times cos, plus the pair turned by a right angle
 times sin. So no number is taken out of its place: every pass is over contiguous memory, in blocks that stay in a CPU's
-cache, and the rest of the vector is only copied.
+cache (elsewhere in few large ones, each of which starts its kernels anew), and the rest of the vector is only copied.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 17
+CPU_BLOCK_ELEMENTS = 1 << 17
+BLOCK_ELEMENTS = 1 << 24  # on a device: bounds the memory of a pass, 64 MB in fp32
 
 
 class _Rotate(torch.autograd.Function):
@@ -37,7 +38,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     rows, turned, cos, sin = x.flatten(0, -3), out.view(-1, heads, n), cos.flatten(0, -3), sin.flatten(0, -3)
     if n > rope:
         turned[..., : n - rope] = rows[..., : n - rope]
-    step = max(1, BLOCK_ELEMENTS // max(1, heads * rope))
+    elements = CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else BLOCK_ELEMENTS
+    step = max(1, elements // max(1, heads * rope))
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         pairs = rows[part, :, n - rope :].to(cos.dtype, memory_format=torch.contiguous_format)

@@ -72,6 +72,19 @@ def test_numbers_have_no_data_and_integers_do() -> None:
     assert mode.live.peak > mode.live.now
 
 
+def test_a_repeated_operation_makes_tensors_of_their_own() -> None:
+    with TensorsWithoutData() as mode:
+        x = torch.randn(8, 1000, device="meta")
+        before = mode.live.now
+        first, second = x.exp(), x.exp()
+        assert mode.live.now - before == 2 * 8 * 1000 * 4
+        assert (second.shape, second.dtype, x.double().exp().dtype) == (x.shape, x.dtype, torch.float64)
+        assert x.t().exp().stride() == x.t().stride()
+        del first
+        assert mode.live.now - before == 8 * 1000 * 4
+        assert torch.view_as_complex(x.view(8, 500, 2)).device.type == "meta"
+
+
 def test_a_dry_run_prints_what_a_rank_of_a_cluster_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["model=mini_v3", "cluster.gpus=1024", "parallel.pp=4", "parallel.ep=8", "pipeline=dualpipe"]
     words += ["train.global_batch=2048", "train.micro_batch=1", "train.seq_len=64", f"out={tmp_path / 'dry.json'}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from moe_engine.ops import rotary
 from moe_engine.ops.rotary import rotate_end
@@ -30,7 +31,7 @@ def by_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize(("n", "rope"), [(8, 8), (12, 8), (20, 4), (6, 2)])
 @pytest.mark.parametrize("block", [1, 30, 1 << 17])
 def test_value_and_gradient(interleaved: bool, n: int, rope: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(rotary, "CPU_BLOCK_ELEMENTS", block)
     x, cos, sin = inputs(n, rope)
     d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
     leaf = x.clone().requires_grad_()
@@ -61,3 +62,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(heads: int) -> None:
 def test_no_tokens() -> None:
     x, cos, sin = inputs(8, 8)
     assert rotate_end(x[:, :0], cos[:, :0], sin[:, :0], True).shape == (2, 0, 3, 8)
+
+
+def test_a_device_turns_its_vectors_in_few_large_blocks() -> None:
+    """A CPU's cache wants small ones; each one more starts all kernels anew."""
+    x, angle = torch.empty(1, 4096, 8, 64, device="meta"), torch.empty(1, 4096, 1, 32, device="meta")
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        rotate_end(x, angle, angle, True)
+    assert sum(event.count for event in found.key_averages() if event.key == "aten::view_as_complex") == 1
