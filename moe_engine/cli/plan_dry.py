@@ -66,9 +66,12 @@ def _unread(plan: PlanSection) -> list[str]:
 def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:
     """The tables, the same as data, and notes."""
     asked = job(config)
+    import torch
+
     from moe_engine.dryrun import report
     from moe_engine.dryrun.run import dry_run
 
+    torch.set_num_threads(1)  # nothing here is long enough for two
     start = time.perf_counter()
     found = dry_run(asked, config.rank, config.plan.load)
     seconds = time.perf_counter() - start

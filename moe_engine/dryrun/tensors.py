@@ -33,10 +33,11 @@ class LiveBytes:
     def hold(self, x: Tensor) -> None:
         """Count the storage of `x` from now on until it is freed; once, however many tensors share it."""
         storage = x.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
+        address = storage._cdata
         if address in self._known:
             return
-        self._known[address] = weakref.finalize(storage, self._free, address, size)
+        size = storage.nbytes()
+        self._known[address] = weakref.ref(storage, lambda _: self._free(address, size))
         self.now += size
         self.peak = max(self.peak, self.now)
 
@@ -54,83 +55,96 @@ class TensorsWithoutData(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; else torch wraps each of a million calls, a quarter of their time
+        return False  # nothing is compiled here; else torch wraps every call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs or {})
         for x in _tensors_in((result,)):
             self.live.hold(x)
         return result
 
-
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operation, by the rule of the module."""
-        tensors = list(_tensors_in(args)) + list(_tensors_in(kwargs.values()))
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         if not tensors:
-            return _make(func, args, kwargs)
+            return self._make(func, args, kwargs)
+        some_real = not all(x.is_meta for x in tensors)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return func(*args) if args[0].device == CPU else 0
-        if all(x.device == CPU for x in tensors):
+            return func(*args) if some_real else 0
+        if some_real and not any(x.is_meta for x in tensors):
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": CPU}
-            return _each(func(*args, **kwargs), lambda x: _like(x, META) if _is_data(x) and not _in(x, tensors) else x)
+            return _each(func(*args, **kwargs), lambda x: _like(x) if _is_data(x) and not _in(x, tensors) else x)
         if func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU:  # read on the host
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device == CPU:
+        if some_real and func._schema.is_mutable and isinstance(args[0], Tensor) and not args[0].is_meta:
             return args[0]  # an integer would take what has no value
-        if func.overloadpacket not in _INDEXING:  # these take real indices beside tensors without data
-            args = _each(args, lambda x: _like(x, META) if x.device == CPU else x)
-        result = self._forms.made(func, args, kwargs) if _makes_anew(func) else func(*args, **kwargs)
+        if func.overloadpacket in _INDEXING:  # these take real indices beside tensors without data
+            result = func(*args, **kwargs)
+        else:
+            if some_real:
+                args = _each(args, lambda x: x if x.is_meta else _like(x))
+            result = self._forms.run(func, args, kwargs)
         return _each(result, lambda x: x if _is_data(x) or _in(x, tensors) else _zeros(x))
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A tensor out of nothing: without data if it is of floating-point numbers, else real."""
+        if "device" not in kwargs:
+            return func(*args, **kwargs)
+        made = self._forms.run(func, args, {**kwargs, "device": META})
+        return made if _is_data(made) else func(*args, **{**kwargs, "device": CPU})
 
 
 class Forms:
-    """Results of operations without data by the forms of their arguments: most of a step repeats what came before.
+    """Operations on tensors without data by the forms of their arguments: most of a step repeats what came before.
 
-    Torch works out sizes in Python for many operations, ten times as long as making a tensor of known sizes takes.
+    Torch works out sizes in Python for many of them, ten times as long as making a tensor of known sizes takes.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
-    def made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What `func` gives, whose results must share no memory with its arguments."""
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What `func` gives: the first of its form by torch, the next as that one was."""
+        effect = _effect(func)
+        if effect == VIEWS:
+            return func(*args, **kwargs)
         key = (func, _form(args), _form(tuple(kwargs.items())))
-        known = self._known.get(key)
-        if known is None:
+        if key not in self._known:
             result = func(*args, **kwargs)
-            self._known[key] = _each(result, lambda x: _like(x, META))
+            self._known[key] = _each(result, _like) if effect == MAKES else None
             return result
-        return _each(known, lambda x: _like(x, META))
+        return _each(self._known[key], _like) if effect == MAKES else args[0]
+
+
+MAKES, FILLS, VIEWS = "makes", "fills", "views"
 
 
 @cache
-def _makes_anew(func: Any) -> bool:
-    """Whether an operation writes to none of its arguments and returns no view of them."""
-    schema = func._schema
-    return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
+def _effect(func: Any) -> str:
+    """Whether an operation makes new tensors alone, or only fills its first argument (and has nothing to do where
+    there is no data), or gives or changes views."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    if all(each.alias_info is None for each in (*arguments, *returns)):
+        return MAKES
+    first, *others = arguments
+    aliases = [each.alias_info for each in (first, *returns)]
+    fills = len(aliases) == 2 and all(alias is not None and alias.is_write for alias in aliases)
+    fills = fills and all(each.alias_info is None for each in others)
+    return FILLS if fills and torch.Tag.inplace_view not in func.tags else VIEWS
 
 
 def _form(value: Any) -> Any:
     """What a result's sizes depend on: of tensors size, layout and format, of anything else itself."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
-        return tuple(map(_form, value))
+        return tuple([_form(each) for each in value])
     return type(value), value
 
 
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 REAL = 1 << 14  # elements up to which zeros made by floating-point numbers are memory of their own
-
-
-def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A tensor out of nothing: without data if it is of floating-point numbers, else real."""
-    if "device" not in kwargs:
-        return func(*args, **kwargs)
-    made = func(*args, **{**kwargs, "device": META})
-    return made if _is_data(made) else func(*args, **{**kwargs, "device": CPU})
 
 
 def _is_data(x: Tensor) -> bool:
@@ -155,15 +169,16 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(each, change) for each in value)
+        return type(value)([_each(each, change) for each in value])
     return value
 
 
-def _like(x: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+def _like(x: Tensor) -> Tensor:
+    """Without data, laid out as `x`."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
 
 
 def _zeros(x: Tensor) -> Tensor:
     if x.numel() > REAL:
         return torch.zeros((), dtype=x.dtype).expand(x.shape)
-    return _like(x, CPU).zero_()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_()
