@@ -91,6 +91,7 @@ class Compiled:
             "ffma_per_mma": loop.kinds["FFMA"] / loop.mma if loop else None,
             "share_of_peak": round(self.share_of_peak, 2) if self.share_of_peak else None,
             "accesses": dict(self.code.accesses),
+            "atomics": sum(kinds[name] for name in ("ATOM", "ATOMG", "RED")),
             "register_limits": self.code.register_limits,
         }
 
