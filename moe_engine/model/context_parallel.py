@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,11 @@ from torch import Tensor
 
 from moe_engine.config.schema import ContextParallelConfig
 from moe_engine.distributed.collectives import Communicator, Pending
+from moe_engine.layout import shard_chunks
 from moe_engine.model.batch import Shard
-from moe_engine.model.core_attention import core_attention
-from moe_engine.ops.attention import Visible, attention_backward, attention_forward
+from moe_engine.model.core_attention import core_attention, share_backward, share_forward
+from moe_engine.model.paired_attention import PairedVisible, Pairs, find_pairs, merge
+from moe_engine.ops.attention import Visible
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.linear import Linear, linear
 from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
@@ -55,16 +57,30 @@ class SharedRows:
     def __init__(self, shard: Shard, causal: bool = True) -> None:
         self.shard, self.causal = shard, causal
         self._one = bool((shard.documents == shard.documents[:, :1]).all())  # document a row: no borders to look at
-        self._seen: dict[tuple[bool, int], Visible] = {}
+        self._seen: dict[tuple[bool, int], PairedVisible] = {}
 
-    def seen(self, source: int, whole: bool = False) -> Visible:
+    def seen(self, source: int, whole: bool = False) -> PairedVisible:
         """The keys of shard `source` by this shard's queries, or by those of the whole rows in their order."""
         if (whole, source) not in self._seen:
             keys, documents = self.shard.places(source), self.shard.documents
             queries = torch.arange(self.shard.seq_len, device=keys.device) if whole else self.shard.places()
             of_queries, of_keys = (None if self._one else documents[:, places] for places in (queries, keys))
-            self._seen[whole, source] = Visible(queries, keys, of_queries, of_keys, self.causal)
+            find = partial(self._pairs, source, whole)
+            self._seen[whole, source] = PairedVisible(queries, keys, of_queries, of_keys, self.causal, find)
         return self._seen[whole, source]
+
+    def _pairs(self, source: int, whole: bool) -> list[Pairs]:
+        """What `seen` describes, as calls of a kernel for pairs of segments."""
+        shard = self.shard
+        S, device = shard.seq_len, shard.documents.device
+        queries = [range(S)] if whole else shard_chunks(S, shard.size, shard.rank)
+        return find_pairs(queries, shard_chunks(S, shard.size, source), self._documents, self.causal, device)
+
+    @cached_property
+    def _documents(self) -> Tensor:
+        """[B, S] on the CPU: copied there once, as what waits for a GPU's work should be rare."""
+        documents = self.shard.documents
+        return torch.zeros(documents.shape, dtype=documents.dtype) if self._one else documents.cpu()
 
     @cached_property
     def all_seen(self) -> Visible:
@@ -178,7 +194,7 @@ class _Way:
 
     ranks: Communicator
     ring: bool
-    seen: Callable[[int], Visible]  # by whose block it is
+    seen: Callable[[int], PairedVisible]  # by whose block it is
     open: Open
     scale: float
     queue: WgradQueue | None
@@ -210,8 +226,8 @@ class _SharedAttention(torch.autograd.Function):
         out, lse = torch.empty(0), torch.empty(0)
         for i, (source, block) in enumerate(way.blocks(_packed(first, second))):
             k, v, _ = way.open(block, False)
-            part, part_lse = attention_forward(q, k, v, way.seen(source), way.scale, dtype=wide)
-            out, lse = _merged(out, lse, part, part_lse) if i else (part, part_lse)
+            part, part_lse = share_forward(q, k, v, way.seen(source), way.scale, wide)
+            out, lse = merge(out, lse, part, part_lse) if i else (part, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, first, second, out, lse)
         ctx.way, ctx.parameter = way, None if weight is None else leaf(weight)
@@ -227,7 +243,7 @@ class _SharedAttention(torch.autograd.Function):
         for source, block in way.blocks(_packed(first, second)):
             k, v, back = way.open(block, True)
             seen = way.seen(source)
-            d_q_part, d_k, d_v = attention_backward(d_out, q, k, v, out, lse, seen, way.scale, dtype=lse.dtype)
+            d_q_part, d_k, d_v = share_backward(d_out, q, k, v, out, lse, seen, way.scale, lse.dtype)
             d_q += d_q_part
             d_block, d_weight_part = back(d_k, d_v)
             gradients.add(source, d_block)
@@ -283,18 +299,6 @@ def _like(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.reshape(x.shape).to(x.dtype)
 
 
-def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each, [B, n, H, e], and its log-sum-exps [B, n, H].
-
-    Changes `out` and `part`.
-    """
-    total = torch.logaddexp(lse, part_lse)
-    level = total.masked_fill(total == -torch.inf, 0)  # no key seen yet: both shares are 0, and -inf - -inf is NaN
-    out *= (lse - level).exp_().unsqueeze(-1)
-    part *= (part_lse - level).exp_().unsqueeze(-1)
-    return out.add_(part), total
-
-
 def shared_attention(
     q: Tensor,
     payload: KeysValues | Latents,
@@ -339,7 +343,7 @@ def _by_heads(
     else:
         part = payload._replace(first=cp.ranks.rank * own, heads=own)
 
-        def seen(source: int) -> Visible:
+        def seen(source: int) -> PairedVisible:
             return rows.seen(source, whole=True)
 
         way = _Way(cp.ranks, False, seen, part.opener(), scale, queue, label)

@@ -3,20 +3,29 @@
 A CPU runs the blocked attention of `ops.attention`, whatever is visible. On a GPU, libraries' fused kernels: rows of
 one document each go to FlashAttention-3 where it is installed and the GPU is a Hopper, else to torch's scaled dot
 product attention; packed documents to FlexAttention, which skips blocks that see nothing as well.
+
+Context parallel ranks need more: the share of some keys in the result, with its log-sum-exp, and in the gradients
+(`share_forward`, `share_backward`). There 16-bit numbers on a GPU go to FlashAttention in pairs of segments
+(`paired_attention`), documents too; FlexAttention would make each share's scores again in backward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.ops.attention import Visible, attention
+from moe_engine.model.paired_attention import Flash, PairedVisible, paired_backward, paired_forward
+from moe_engine.ops.attention import Visible, attention, attention_backward, attention_forward
+
+FLASH_HEAD = 256  # the largest head size of FlashAttention
 
 
 def core_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
@@ -26,26 +35,78 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: flo
     """
     if not q.is_cuda:
         return attention(q, k, v, visible, scale)[0]
-    if not visible.whole_causal:
+    if visible.q_documents is not None or not (visible.whole_causal or not visible.causal):
         return _flex(q, k, v, visible, scale)
-    if torch.cuda.get_device_capability(q.device)[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
-        return _flash3(q, k, v, scale)
-    return fused_attention(q, k, v, scale)
+    if _flash3_serves(q):
+        return _flash3(q, k, v, scale, visible.causal)
+    return fused_attention(q, k, v, scale, visible.causal)
 
 
-def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def share_forward(
+    q: Tensor, k: Tensor, v: Tensor, visible: PairedVisible, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`ops.attention.attention_forward` by device: output and log-sum-exp of queries over some of their keys."""
+    if not flash_serves(q, v):
+        return attention_forward(q, k, v, visible, scale, dtype=dtype)
+    return paired_forward(q, k, v, visible.pairs, scale, dtype, flash(_flash3_serves(q)))
+
+
+def share_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visible: PairedVisible,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.attention.attention_backward` by device: out and lse are of all keys, the gradients the share of these."""
+    if not flash_serves(q, v):
+        return attention_backward(d_out, q, k, v, out, lse, visible, scale, dtype=dtype)
+    return paired_backward(d_out, q, k, v, out, lse, visible.pairs, scale, dtype, flash(_flash3_serves(q)))
+
+
+def flash_serves(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention takes such queries [..., d] and values [..., e]."""
+    numbers = q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= FLASH_HEAD
+    return q.is_cuda and numbers and torch.cuda.get_device_capability(q.device)[0] >= 8
+
+
+@functools.cache
+def flash(third: bool) -> Flash:
+    """FlashAttention through torch's operators; `third`: these are FlashAttention-3's from now on, where torch can."""
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if third and activate is not None:
+        with contextlib.suppress(RuntimeError):  # builds that show torch no operators: torch's own serve
+            activate("FA3")
+    return Flash()
+
+
+def _flash3_serves(q: Tensor) -> bool:
+    """Whether FlashAttention-3 is installed and `q` is on a Hopper."""
+    return torch.cuda.get_device_capability(q.device)[0] == 9 and _flash3_installed()
+
+
+@functools.cache
+def _flash3_installed() -> bool:
+    return importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
     from flash_attn_interface import flash_attn_func
 
-    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
     y: Tensor = out[0] if isinstance(out, tuple) else out  # some versions give the log-sum-exp too
     return y
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """torch's, causal, whose fused paths want equal head sizes: v is padded and the padding cut off again."""
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> Tensor:
+    """torch's, whose fused paths want equal head sizes: v is padded and the padding cut off again."""
     padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
     q, k, padded = (x.transpose(1, 2) for x in (q, k, padded))
-    y = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+    y = F.scaled_dot_product_attention(q, k, padded, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
     return y.transpose(1, 2)[..., : v.shape[-1]]
 
 

@@ -13,7 +13,9 @@ import torch
 from measures import calc_diff
 
 from moe_engine import MoEConfig, MoELayer
-from moe_engine.model.core_attention import core_attention
+from moe_engine.model.batch import Shard
+from moe_engine.model.context_parallel import SharedRows
+from moe_engine.model.core_attention import core_attention, flash_serves, share_backward, share_forward
 from moe_engine.ops.attention import whole_rows
 
 pytestmark = [
@@ -102,3 +104,30 @@ def test_core_attention_is_that_of_a_cpu(heads: int, kv_heads: int, qk: int, val
         results.append([x.cpu() for x in (out, *gradients)])
     for ours, right in zip(*reversed(results), strict=True):
         assert ours.shape == right.shape and calc_diff(ours, right) < 1e-4
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "qk", "value"), [(8, 8, 192, 128), (8, 2, 128, 128), (4, 4, 20, 12)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("source", [0, 1, 2])
+def test_shares_of_other_shards_are_those_of_a_cpu(
+    heads: int, kv_heads: int, qk: int, value: int, packed: bool, source: int
+) -> None:
+    """The second of three shards: output, log-sum-exp and gradients, the latter from those of a result of more keys."""
+    B, S = 2, 384
+    chance = torch.Generator().manual_seed(0)
+    sizes = (heads, qk), (kv_heads, qk), (kv_heads, value), (heads, value)
+    q, k, v, d_out = (torch.randn(B, S // 3, *size, generator=chance).bfloat16() for size in sizes)
+    documents = (torch.arange(S) >= torch.tensor([[200 * packed], [333 * packed]])).int()
+    results = []
+    for device in ("cpu", "cuda"):
+        rows = SharedRows(Shard(1, 3, documents.to(device), torch.full((B,), S, device=device)))
+        tensors, gradient = [x.to(device) for x in (q, k, v)], d_out.to(device)
+        assert flash_serves(tensors[0], tensors[2]) == (device == "cuda")
+        seen = rows.seen(source)
+        out, lse = share_forward(*tensors, seen, qk**-0.5, torch.float32)
+        whole = (out / 2).bfloat16(), lse.where(lse.isfinite(), 0.0) + 0.7  # as with as many keys of value 0
+        parts = share_backward(gradient, *tensors, *whole, seen, qk**-0.5, torch.float32)
+        results.append([x.cpu() for x in (out, lse, *parts)])
+    for ours, right in zip(*reversed(results), strict=True):
+        assert torch.equal(ours.isfinite(), right.isfinite())
+        assert ours.shape == right.shape and calc_diff(ours.nan_to_num(neginf=0), right.nan_to_num(neginf=0)) < 1e-4
