@@ -60,6 +60,7 @@ def _import_all() -> None:
         interpreter.InterpreterBuilder.create_dot = _create_dot
         importlib.import_module("moe_kernels.device")
         importlib.import_module("moe_kernels.device.tails")  # (imported late, by a form that does not run here)
+        importlib.import_module("moe_kernels.nvshmem.exchange")
     finally:
         del os.environ["TRITON_INTERPRET"]
 

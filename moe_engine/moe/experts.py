@@ -99,7 +99,7 @@ def through_experts(
     The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
     In fp8 SwiGLU experts without biases keep its input alone, in fp8; others keep what their activation keeps.
     """
-    order = order_by_expert(rows.local_ids, experts.down.shape[0])
+    order = order_by_expert(rows.local_ids, experts.down.shape[0], rows.most_choices)
     weights = take(rows.weights, order.slots, order.rows.places)
     if fp8 is not None and activation == Activation() and experts.up_bias is None and experts.down_bias is None:
         out = fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, order.counts, order.rows)  # [N, D]

@@ -113,8 +113,8 @@ class ExpertOrder:
     """Rows in the order of their experts.
 
     rows: from received rows [R] to expert rows [N]; slots [N]: the flat index r*k + slot each came from;
-    counts: expert rows of each local expert. In a compiled graph unused slots come last, as rows of no expert (N is
-    R*k), and counts is a tensor.
+    counts: expert rows of each local expert. In a compiled graph, and where rows are bounded, N does not depend on the
+    choices: unused slots come last, as rows of no expert, and counts is a tensor.
     """
 
     rows: RowMap
@@ -122,15 +122,16 @@ class ExpertOrder:
     counts: list[int] | Tensor
 
 
-def order_by_expert(local_ids: Tensor, num_experts: int) -> ExpertOrder:
+def order_by_expert(local_ids: Tensor, num_experts: int, bound: int = 0) -> ExpertOrder:
     """Group the slots of received rows by expert: local_ids [R, k], -1 for an unused slot.
 
     Within an expert, rows keep their order; the rows of one received row are summed in the order of its slots.
+    bound: so many slots are used at most, and the host is not to ask how many (0: it asks).
     """
     flat = local_ids.reshape(-1).long()
     keys = flat.where(flat >= 0, num_experts)
-    if torch.compiler.is_compiling():
-        return _order_in_graph(keys, local_ids.shape, num_experts)
+    if bound or torch.compiler.is_compiling():
+        return _order_of_fixed_size(keys, local_ids.shape, num_experts, bound or len(keys))
     counts: list[int] = torch.bincount(keys, minlength=num_experts + 1).tolist()[:num_experts]
     slots = keys.argsort(stable=True)[: sum(counts)]
     places = torch.full_like(flat, -1)
@@ -138,7 +139,7 @@ def order_by_expert(local_ids: Tensor, num_experts: int) -> ExpertOrder:
     return ExpertOrder(RowMap(slots // local_ids.shape[1], places.view(local_ids.shape)), slots, counts)
 
 
-def _order_in_graph(keys: Tensor, shape: torch.Size, num_experts: int) -> ExpertOrder:
+def _order_of_fixed_size(keys: Tensor, shape: torch.Size, num_experts: int, size: int) -> ExpertOrder:
     """The same without a size that depends on the data."""
     slots = keys.argsort(stable=True)
     places = torch.zeros_like(keys).scatter_(0, slots, torch.arange(len(slots), device=keys.device))
@@ -146,4 +147,5 @@ def _order_in_graph(keys: Tensor, shape: torch.Size, num_experts: int) -> Expert
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys.device).index_add_(
         0, keys, torch.ones_like(keys)
     )
+    slots = slots[:size]
     return ExpertOrder(RowMap(slots // shape[1], places.view(shape)), slots, counts[:num_experts])

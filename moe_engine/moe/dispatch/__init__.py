@@ -22,6 +22,7 @@ sends and receives nothing joins all of them.
     handle.py        what all ways have in common
     all_to_all.py    one exchange among all ranks of the group
     hierarchical.py  two: between nodes once per node, then within the node
+    nvshmem.py       rows put by kernels, in numbers that the host never learns
     further.py       rows beyond the bound on what a rank holds, in rounds of their own
     exchange.py      the functions above, with their backwards
     graph.py         the same as nodes of a compiled graph
@@ -45,7 +46,7 @@ from moe_engine.moe.dispatch.exchange import (
 )
 from moe_engine.moe.dispatch.further import further_rows
 from moe_engine.moe.dispatch.handle import DispatchHandle
-from moe_engine.moe.dispatch.links import Links
+from moe_engine.moe.dispatch.links import Links, Windows
 
 __all__ = [
     "DispatchHandle",
@@ -53,6 +54,7 @@ __all__ = [
     "PendingCombine",
     "PendingDispatch",
     "Rows",
+    "Windows",
     "combine_arrive",
     "combine_backward_start",
     "combine_start",

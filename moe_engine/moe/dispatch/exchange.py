@@ -18,6 +18,7 @@ from moe_engine.moe.dispatch.further import Rounds, share_out
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
 from moe_engine.moe.dispatch.hierarchical import plan_hierarchical
 from moe_engine.moe.dispatch.links import Journey, Links
+from moe_engine.moe.dispatch.nvshmem import plan_nvshmem
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.permute import permute, permute_stand_in, unpermute
 from moe_engine.ops.row_bytes import decode, encode
@@ -29,12 +30,15 @@ class Rows:
     computes, ascending, -1 for an unused slot; weights [R, k] fp32 (fp64 in an fp64 model), 0 for an unused slot.
 
     message: of rows that are to travel in fp8, their bytes (`ops.row_bytes`); x then only stands for them in autograd.
+    most_choices: where only the device knows how many rows arrived, rows without experts follow those that did, and so
+    many slots are used at most; 0: all are rows.
     """
 
     x: Tensor
     local_ids: Tensor
     weights: Tensor
     message: Tensor | None = None
+    most_choices: int = 0
 
 
 def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str = "") -> DispatchHandle | None:
@@ -46,6 +50,8 @@ def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: st
     """
     if links.size == 1 and not links.fp8:
         return None
+    if links.windows is not None:
+        return plan_nvshmem(expert_ids, placement, links, label)
     backend = plan_all_to_all if links.nodes is None else plan_hierarchical
     share = links.max_recv_rows // links.size
     if not share or links.size == 1:
@@ -136,7 +142,8 @@ def dispatch_wait(pending: PendingDispatch) -> Rows:
     pending.advance()
     local_ids, arrived = pending.slots.wait()
     x, weights = _Dispatch.apply(pending.rows.x, pending.rows.weights, arrived, pending)
-    return Rows(x, local_ids, weights)
+    most = 0 if pending.handle is None else pending.handle.most_choices
+    return Rows(x, local_ids, weights, most_choices=most)
 
 
 def combine_start(x: Tensor, handle: DispatchHandle | None) -> PendingCombine:

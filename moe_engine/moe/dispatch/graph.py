@@ -54,8 +54,8 @@ def _links(group: str, exact: bool, fp8: bool) -> Links:
 
 
 def _handle(way: Way, links: Links) -> AllToAllHandle:
-    send_splits, received = way.splits
-    plan = RowPlan(RowMap(way.source, way.places), way.choice_of_slot, way.slot_of_choice, send_splits.tolist())
+    sent, received = way.splits
+    plan = RowPlan(RowMap(way.source, way.places), way.choice_of_slot, way.slot_of_choice, sent)
     return AllToAllHandle(links, "", plan, Pending(received[:, None]), None, way.slot_of_choice)
 
 

@@ -33,6 +33,11 @@ class DispatchHandle(ABC):
     rounds: Rounds | None
 
     @property
+    def most_choices(self) -> int:
+        """See `Rows`."""
+        return 0
+
+    @property
     def tokens(self) -> RowMap:
         """From tokens to the rows that are sent."""
         return self.sent.tokens

@@ -9,9 +9,23 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator, Pending
+from moe_engine.ops.window import Window
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Symmetric memory of one expert-parallel group: for rows, and for their numbers.
+
+    most_rows, most_choices: rows and (token, expert) pairs that a rank takes in one exchange at most.
+    """
+
+    rows: Window
+    counts: Window
+    most_rows: int
+    most_choices: int
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,8 @@ class Links:
     fp8: rows go to the experts in fp8, and so do the gradients of what came back; with one rank, too, so that numbers
     do not depend on the layout. What the experts made and the gradients of rows return as they are;
     nodes: between nodes (the ranks with this one's place on theirs) and within this one; None: one hop for all;
-    max_recv_rows: the most that a rank holds at once of what it received, see `further`; 0: what comes.
+    max_recv_rows: the most that a rank holds at once of what it received, see `further`; 0: what comes;
+    windows: rows are put by kernels, and the communicators are not used.
     """
 
     rows: Communicator
@@ -32,6 +47,7 @@ class Links:
     fp8: bool = False
     nodes: tuple[Communicator, Communicator] | None = None
     max_recv_rows: int = 0
+    windows: Windows | None = None
 
     @property
     def size(self) -> int:

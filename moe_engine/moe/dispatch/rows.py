@@ -7,6 +7,7 @@ choices is at, or one row for each choice. Choices may be masked (-1) and may na
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,13 +23,20 @@ class RowPlan:
     choices where each has its row;
     choice_of_slot [N, k]: which choice (flat index t*K + column) fills a slot, -1 for none;
     slot_of_choice [T, K]: its inverse, flat index row*k + slot, -1 for a masked choice;
-    splits: rows for each unit.
+    counts [units]: rows for each unit. In a fixed plan N is the most that there could be, and rows of nothing follow:
+    copies of the first token without choices, of which no token knows.
     """
 
     tokens: RowMap
     choice_of_slot: Tensor
     slot_of_choice: Tensor
-    splits: list[int]
+    counts: Tensor
+
+    @cached_property
+    def splits(self) -> list[int]:
+        """Rows for each unit, on the host."""
+        splits: list[int] = self.counts.tolist()
+        return splits
 
     def pack_ids(self, ids: Tensor) -> Tensor:
         """Ids of the choices [T, K] in the slots [N, k] int32, -1 for an unused one."""
@@ -47,8 +55,11 @@ class RowPlan:
 
 
 @torch.no_grad()
-def plan_rows(units: Tensor, num_units: int, slots: int, row_per_choice: bool = False) -> RowPlan:
-    """Lay out the rows of choices at `units` [T, K] (-1: none), with `slots` slots each (1 with a row per choice)."""
+def plan_rows(units: Tensor, num_units: int, slots: int, row_per_choice: bool = False, fixed: bool = False) -> RowPlan:
+    """Lay out the rows of choices at `units` [T, K] (-1: none), with `slots` slots each (1 with a row per choice).
+
+    fixed: a number of rows that does not depend on the choices, so that on a GPU the host waits for nothing.
+    """
     T, K = units.shape
     device = units.device
     # Columns by unit, in the order of choices within one; masked ones last.
@@ -57,26 +68,53 @@ def plan_rows(units: Tensor, num_units: int, slots: int, row_per_choice: bool = 
     starts = units >= 0  # which of them begin a row
     if not row_per_choice:
         starts[:, 1:] &= units[:, 1:] != units[:, :-1]
-    unordered = starts.flatten().nonzero()[:, 0]  # each row's first choice, token by token
-    unit_of_row = units.flatten()[unordered]
-    first = unordered[unit_of_row.argsort(stable=True)]  # by unit, then token
-    row_of_start = torch.full((T * K,), -1, device=device)
-    row_of_start[first] = torch.arange(len(first), device=device)
+    per_token = K if row_per_choice else min(K, num_units)
+    if fixed:
+        first, used, counts = _fixed_starts(units, starts, num_units, T * per_token)
+    else:
+        unordered = starts.flatten().nonzero()[:, 0]  # each row's first choice, token by token
+        unit_of_row = units.flatten()[unordered]
+        first = unordered[unit_of_row.argsort(stable=True)]  # by unit, then token
+        used, counts = None, torch.bincount(unit_of_row, minlength=num_units)
+    row_of_start = _inverse(first, used, T * K)
 
     choices = torch.arange(T, device=device)[:, None] * K + columns
     slot = _slots(units, starts, row_of_start, slots)
-    used = slot >= 0
-    choice_of_slot = torch.full((len(first), slots), -1, device=device)
-    choice_of_slot.view(-1)[slot[used]] = choices[used]
+    choice_of_slot = _scatter(slot, choices, len(first) * slots).view(len(first), slots)
     slot_of_choice = torch.empty_like(slot).scatter_(1, columns, slot)
     if row_per_choice:
         places = slot_of_choice
     else:
-        places = torch.full((T, min(K, num_units)), -1, device=device)
-        ordinal = (starts.cumsum(dim=1) - 1).flatten()[first]  # which of its token's rows each row is
-        places[first // K, ordinal] = row_of_start[first]
-    splits: list[int] = torch.bincount(unit_of_row, minlength=num_units).tolist()
-    return RowPlan(RowMap(first // K, places), choice_of_slot, slot_of_choice, splits)
+        ordinal = starts.cumsum(dim=1) - 1  # which of its token's rows a choice is in
+        place = torch.arange(T, device=device)[:, None] * per_token + ordinal
+        places = _scatter(place.where(starts, -1), row_of_start.view(T, K), T * per_token).view(T, per_token)
+    return RowPlan(RowMap(first // max(K, 1), places), choice_of_slot, slot_of_choice, counts)
+
+
+def _fixed_starts(units: Tensor, starts: Tensor, num_units: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(first choice of each row by unit, then token [rows], which of them are rows, rows of each unit).
+
+    Choices that begin no row are taken for the rest; it stands for the first one.
+    """
+    unit_of_start = units.where(starts, num_units).flatten()
+    first = unit_of_start.argsort(stable=True)[:rows]
+    counts = torch.zeros(num_units + 1, dtype=torch.int64, device=units.device)
+    counts.scatter_add_(0, unit_of_start, torch.ones_like(unit_of_start))
+    used = unit_of_start[first] < num_units
+    return first.where(used, 0), used, counts[:num_units]
+
+
+def _inverse(index: Tensor, used: Tensor | None, size: int) -> Tensor:
+    """Where in `index` each of `size` numbers is, -1 for nowhere."""
+    places = torch.arange(len(index), device=index.device)
+    return _scatter(index if used is None else index.where(used, -1), places, size)
+
+
+def _scatter(places: Tensor, values: Tensor, size: int) -> Tensor:
+    """[size] with each value at its place, -1 elsewhere; values at place -1 go nowhere."""
+    out = torch.full((size + 1,), -1, device=values.device)
+    out[places.where(places >= 0, size).flatten()] = values.flatten()
+    return out[:size]
 
 
 def _slots(units: Tensor, starts: Tensor, row_of_start: Tensor, slots: int) -> Tensor:

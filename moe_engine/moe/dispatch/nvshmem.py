@@ -1,0 +1,89 @@
+"""Rows that kernels put straight into the memory of the rank they are for: a row for each (token, rank).
+
+The host never learns how many rows arrive. So every tensor has the size of the most there could be: rows that leave
+and rows that arrive are followed by rows of nothing, which have no experts. How many a rank has room for, in (token,
+expert) pairs, is `Windows.most_choices`. Every rank sees the whole table of counts: if one rank's room is too small,
+none puts a row, what arrives are numbers that are none (NaN), and `Windows` keeps how much room was needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
+from moe_engine.moe.dispatch.links import Journey, Links, Windows, as_it_is
+from moe_engine.moe.dispatch.rows import join_slots, plan_rows, split_slots
+from moe_engine.moe.placement import ExpertPlacement
+from moe_engine.ops.window import Way
+
+
+@dataclass(frozen=True)
+class NvshmemHandle(DispatchHandle):
+    """local_ids of the choices [T, K]; received: every rank's counts [ranks, ranks * 2] int32, the rows and choices
+    for each rank.
+    """
+
+    local_ids: Tensor
+    windows: Windows
+
+    @property
+    def most_choices(self) -> int:
+        return self.windows.most_choices
+
+    @cached_property
+    def way(self) -> Way:
+        """Which rows go where (the device waits for the exchange of counts, the host does not)."""
+        size, me = self.links.size, self.windows.rows.group.rank
+        table = self.received.wait().view(size, size, 2)  # [from, to, rows and choices]
+        needed = table[..., 1].sum(dim=0).amax()[None]
+        self.windows.rows.note_need(needed)
+        fits = (needed <= self.windows.most_choices).int()
+        rows = table[..., 0] * fits
+        here, there = rows.cumsum(dim=1) - rows, rows.cumsum(dim=0) - rows  # where rows from i to j start at i, at j
+        sent = torch.stack((rows[me], here[me], there[me])).int()
+        arrived = torch.stack((rows[:, me], there[:, me], here[:, me])).int()
+        return Way(sent, arrived, fits)
+
+    def ids_on_wire(self) -> Tensor:
+        return self.local_ids
+
+    def send_slots(self, ids: Tensor, weights: Tensor) -> Journey[Slots]:
+        message = join_slots(ids, weights)
+        pending = self.windows.rows.exchange(
+            message, self.way, self.windows.most_rows, f"{self.label} dispatch slots", ids.shape[1]
+        )
+        return Journey(pending, lambda got: split_slots(got, weights.dtype))
+
+    def send(self, x: Tensor, what: str) -> Journey[Tensor]:
+        rows = self.windows.most_rows
+        return Journey(self.windows.rows.exchange(x, self.way, rows, f"{self.label} {what}"), as_it_is)
+
+    def send_back(self, x: Tensor, what: str) -> Journey[Tensor]:
+        rows = len(self.tokens.source)
+        return Journey(self.windows.rows.exchange(x, self.way.back, rows, f"{self.label} {what}"), as_it_is)
+
+    def send_slots_back(self, d_weights: Tensor) -> Journey[Tensor]:
+        return self.send_back(d_weights, "dispatch slots backward")
+
+
+@torch.no_grad()
+def plan_nvshmem(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str) -> NvshmemHandle:
+    """Lay out the rows of `expert_ids` [T, K] and start the exchange of counts."""
+    windows = links.windows
+    assert windows is not None
+    masked = expert_ids < 0
+    ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
+    slots = 1 if links.exact else min(expert_ids.shape[1], placement.num_local)
+    sent = plan_rows(ranks, links.size, slots, links.exact, fixed=True)
+    chosen = ranks.where(~masked, links.size).flatten()
+    choices = torch.zeros(links.size + 1, dtype=torch.int64, device=chosen.device)
+    choices.scatter_add_(0, chosen, torch.ones_like(chosen))
+    counts = torch.stack((sent.counts, choices[: links.size]), dim=1).int()  # [ranks, 2]
+    window = windows.counts
+    received = window.exchange(counts.flatten().repeat(links.size, 1), window.one_each, links.size, f"{label} counts")
+    local_ids = placement.local_id(expert_ids).masked_fill(masked, -1)
+    return NvshmemHandle(links, label, sent, received, None, local_ids, windows)
