@@ -1,7 +1,7 @@
 # Two commands on a fresh machine: `make train` and `make test`. Needs make and Python 3.11 or newer, nothing else.
 PYTHON ?= python3
 ARGS ?=
-EXTRAS ?= test,dev,triton,hf,slurm
+EXTRAS ?= test,dev,triton,nvshmem-bitcode,hf,slurm
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -29,7 +29,7 @@ from moe_engine.model.batch import Batch
 from moe_engine.pipeline.generate import generate
 from moe_engine.pipeline.trace import makespan_and_bubbles
 from moe_engine.planner.flops import mfu, sequence_flops
-from moe_engine.trainer import StepResult, Trainer, device_of_rank
+from moe_engine.trainer import StepResult, Trainer, check_device, device_of_rank
 
 PROMPT = "def "
 
@@ -38,6 +38,7 @@ def train(config: Config) -> None:
     """Run the whole job on this rank. `config` must be resolved and valid."""
     torch.set_num_threads(config.train.threads)
     device = device_of_rank()
+    check_device(config, device)
     rank = groups.start(device)
     try:
         Job(config, rank, device).run()

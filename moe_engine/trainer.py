@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
 from moe_engine.moe.balance import update_expert_bias
 from moe_engine.moe.choices import ForcedChoices, RecordedChoices, Recorder, SkewedLoads
+from moe_engine.moe.dispatch import open_windows
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.random import normal
+from moe_engine.ops.window import start_nvshmem
 from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.rebalance import Rearranged, Rebalancer
 from moe_engine.optim.zero import ZeroOptimizer
@@ -47,7 +49,6 @@ from moe_engine.planner.job import placement_of
 from moe_engine.schedule import pair, schedules
 from moe_engine.schedule.check import check
 
-SMS_FOR_EXCHANGES = 20  # of a GPU, as DeepSeek-V3 gives them of 132 (arXiv 2412.19437, section 3.2.2)
 Connect = Callable[[Layout, Placement, int, CollectiveLog | None], Groups]
 
 
@@ -93,11 +94,20 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", local)
 
 
-def pair_sms(device: torch.device) -> int | None:
+def check_device(config: Config, device: torch.device) -> None:
+    """Raises ConfigError for what only GPUs can do."""
+    if config.moe.dispatch == "nvshmem" and device.type != "cuda":
+        raise ConfigError(
+            "moe.dispatch=nvshmem: GPUs put the rows, and there is none here; use moe.dispatch=all_to_all "
+            "(run.check=true checks a job of another machine)"
+        )
+
+
+def pair_sms(device: torch.device, exchange_sms: int) -> int | None:
     """Multiprocessors that products of a woven pair use: all but those for exchanges. None on a CPU, which has none."""
     if device.type != "cuda":
         return None
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - SMS_FOR_EXCHANGES)
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - exchange_sms)
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:
@@ -121,7 +131,7 @@ class Trainer:
     ) -> None:
         self.config, self.device = config, device
         self.micro_batches = config.train.global_batch // ((config.parallel.dp or 1) * config.train.micro_batch)
-        self.groups = connect(Layout.of(config.parallel), placement_of(config), rank, log)
+        self.groups = self._with_windows(connect(Layout.of(config.parallel), placement_of(config), rank, log))
         precision = config.precision
         self.fp8 = Fp8(precision.wgrad, precision.power_of_two_scales) if precision.name == "fp8" else None
         self.stages = self._stages()
@@ -134,13 +144,33 @@ class Trainer:
         order = pair.BLOCKING if device.type == "cpu" else pair.LAUNCHING
         self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, _synchronizer(device))
         order_of_pairs = order if pipeline.overlap else None
-        self.executor = Executor(self.stages, self.groups, order_of_pairs, self.tracer, pair_sms(device))
+        self.executor = Executor(
+            self.stages, self.groups, order_of_pairs, self.tracer, pair_sms(device, config.moe.exchange_sms)
+        )
         self.lists = schedules.schedule(pipeline.schedule, pp, self.micro_batches, pipeline.virtual_stages)
         check(self.lists, len(self.groups.placement.stages), self.micro_batches)
         self.num_parameters = parameter_count(config.model).total
         self.steps_done = 0
         self.tokens_seen = 0
         self._set_choices()
+
+    def _with_windows(self, groups: Groups) -> Groups:
+        """With symmetric memory, where `moe.dispatch` needs it and it is not there yet."""
+        config = self.config
+        if config.moe.dispatch != "nvshmem" or groups.ep.size == 1 or groups.ep_windows is not None:
+            return groups
+        check_device(config, self.device)
+        windows = open_windows(
+            moe_layer_config(config.model, config.moe),
+            config.train.micro_batch * config.train.seq_len // config.parallel.cp,
+            groups.ep,
+            start_nvshmem(groups.world, self.device),
+            self.device,
+            capacity=config.moe.recv_capacity,
+            num_sms=config.moe.exchange_sms,
+            dtype=getattr(torch, config.precision.compute),
+        )
+        return replace(groups, ep_windows=windows)
 
     def _stages(self) -> dict[int, Stage]:
         config = self.config
@@ -242,6 +272,8 @@ class Trainer:
         if self.tracer:
             self.tracer.begin()
         sums = self.executor.run(self.lists, batches, LossRule(items, self.config.train.mtp_loss_weight))
+        if self.groups.ep_windows is not None:
+            self.groups.ep_windows.check()
         if self.tracer:
             self.tracer.end_pass()
         self.optimizer.reduce_gradients()

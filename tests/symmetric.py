@@ -82,7 +82,7 @@ class Emulated:
 
     def put_signal(self, target: Any, source: Any, size: Any, signal: Any, value: Any, pe: Any) -> None:
         to, start, number, at = self._offset(target), self._offset(source), _int(size), self._offset(signal)
-        assert 0 <= start and number > 0 and start + number <= HEAP_BYTES and to + number <= HEAP_BYTES
+        assert start >= 0 and number > 0 and start + number <= HEAP_BYTES and to + number <= HEAP_BYTES
         cut = self._chance.randrange(number + 1)
         pieces = [(to, start, cut), (to + cut, start + cut, number - cut)]
         with self._lock:

@@ -2,6 +2,8 @@
 
     python -m moe_kernels.aot [--arch 90] [--only TEXT …] [--json]
 
+The kernels of `moe_kernels.nvshmem` are among them only where TEXT names them: linking its bitcode takes long.
+
 Prints a table of every kernel with every tuning entry: registers, spills (instructions that touch local memory),
 shared memory, tensor-core instructions, bulk tensor copies, other instructions of the main loop for each tensor-core
 instruction, waits in it (how many products they leave in flight), and a static estimate of the share of peak.
@@ -101,7 +103,19 @@ def variants(*only: str) -> list[Variant]:
     found = []
     for name in MODULES:
         found += importlib.import_module(f"moe_kernels.device.{name}").variants()
+    if any("nvshmem" in text for text in only):
+        found += linked_with_nvshmem()
     return [variant for variant in found if not only or any(text in variant.name for text in only)]
+
+
+def linked_with_nvshmem() -> list[Variant]:
+    """The kernels that call NVSHMEM. Raises SystemExit without its bitcode."""
+    runtime = importlib.import_module("moe_kernels.nvshmem.runtime")
+    library = runtime.bitcode()
+    if library is None:
+        raise SystemExit("no libnvshmem_device.bc here: pip install moe-engine[nvshmem-bitcode]")
+    found: list[Variant] = importlib.import_module("moe_kernels.nvshmem.exchange").variants(str(library))
+    return found
 
 
 def build(variant: Variant, arch: int = HOPPER) -> Compiled:

@@ -71,6 +71,7 @@ def run(words: list[str]) -> int:
         if given is None or given["RANK"] == "0":
             print(describe(config))
         return 0
+    _check_device(config)
     if given is None or (given["RANK"] == "0" and not launch.started_here(os.environ)):
         run_folder.prepare(config)
     layout = Layout.of(config.parallel)
@@ -113,6 +114,14 @@ def checked(config: Config, world: int | None) -> Config:
     if problems:
         raise ConfigError("\n".join(problems))
     return resolved
+
+
+def _check_device(config: Config) -> None:
+    """Raises ConfigError for what this machine's devices cannot do, before there is a rank or a run folder."""
+    if config.moe.dispatch == "nvshmem":
+        from moe_engine.trainer import check_device, device_of_rank  # loads torch
+
+        check_device(config, device_of_rank())
 
 
 def _check_weights(config: Config) -> None:

@@ -121,7 +121,14 @@ class MoESection:
 
     combine: str = "dedup"  # dedup: a row per (token, rank) | exact: a row per (token, expert), bit-equal across ep
     wire: str = "model"  # rows to the experts, and gradients of combine: as in the model | fp8 codes and scales
-    dispatch: str = "all_to_all"  # all_to_all | hierarchical: between nodes once per node, then within the node
+    # all_to_all | hierarchical: between nodes once per node, then within the node | nvshmem: put by GPUs themselves
+    dispatch: str = "all_to_all"
+    # For nvshmem: the most (token, expert) pairs that a rank has room for in a micro-batch; more is an error. 0: room
+    # for as many as there can be.
+    recv_capacity: int = 0
+    # Multiprocessors of a GPU that nvshmem's kernels use and products of woven pairs leave alone; as DeepSeek-V3 gives
+    # them of 132 (arXiv 2412.19437, section 3.2.2).
+    exchange_sms: int = 20
     # An expert gets at most this many times its equal share of the choices of a micro-batch on a rank; what is more is
     # dropped, and so the result depends on the layout. 0: nothing is dropped.
     capacity_factor: float = 0.0

@@ -30,7 +30,7 @@ _CHOICES = {
     "combine": ("dedup", "exact"),
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
     "wire": ("model", "fp8"),
-    "dispatch": ("all_to_all", "hierarchical"),
+    "dispatch": ("all_to_all", "hierarchical", "nvshmem"),
     "drop": ("score", "position"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
@@ -61,6 +61,7 @@ def validate(config: Config, world: int | None = None) -> None:
     _check_train(rules)
     _check_layout(rules, world)
     _check_placement(rules)
+    _check_room(rules)
     check_context_parallel(rules)
     _check_routing_mode(rules)
     _check_batch(rules, world)
@@ -120,12 +121,32 @@ def _check_routing(rules: _Rules, model: str, moe: str) -> None:
         moe + "drop",
     ):
         rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
+    _check_nvshmem(rules, moe)
     if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
         rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")
     if rules.sound(groups, top_groups) and rules[top_groups] > rules[groups]:
         rules.refuse(top_groups, f"there are {groups}={rules[groups]}; use {top_groups}={rules[groups]} or less")
     if rules.sound(experts, groups):
         _check_groups(rules, experts, top_k, groups, top_groups, model + "group_score")
+
+
+def _check_nvshmem(rules: _Rules, moe: str) -> None:
+    """The host never learns how many rows arrive, so it cannot share them out over rounds."""
+    dispatch, bound = moe + "dispatch", moe + "max_recv_rows"
+    if rules.sound(dispatch, bound) and rules[dispatch] == "nvshmem" and rules[bound]:
+        rules.refuse(bound, f"{dispatch}=nvshmem has no further rounds; use {bound}=0, or {dispatch}=all_to_all")
+
+
+def _check_room(rules: _Rules) -> None:
+    """Room of a rank for rows that kernels put."""
+    capacity, dispatch = "moe.recv_capacity", "moe.dispatch"
+    rules.at_least(0, capacity)
+    rules.at_least(1, "moe.exchange_sms")
+    if rules.sound(capacity, dispatch) and rules[capacity] and rules[dispatch] != "nvshmem":
+        rules.refuse(
+            capacity,
+            f"with {dispatch}={rules[dispatch]} a rank takes what comes; use {capacity}=0, or {dispatch}=nvshmem",
+        )
 
 
 def _check_groups(rules: _Rules, experts: str, top_k: str, groups: str, top_groups: str, group_score: str) -> None:

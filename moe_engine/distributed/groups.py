@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import CollectiveLog, Communicator
 from moe_engine.layout import Layout, Placement
+
+if TYPE_CHECKING:
+    from moe_engine.moe.dispatch import Windows
 
 Edge = tuple[int, int, str]  # pipeline rank from, pipeline rank to, "activation" | "gradient"
 
@@ -43,6 +46,7 @@ class Groups:
     expert: dict[tuple[int, ...], Communicator]
     edges: dict[Edge, Communicator]
     log: CollectiveLog | None
+    ep_windows: Windows | None = None  # symmetric memory of the ranks of `ep`, for moe.dispatch=nvshmem
 
 
 def start(device: torch.device, init_method: str | None = None, timeout_s: float = 600.0) -> int:

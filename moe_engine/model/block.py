@@ -145,6 +145,7 @@ class Block(nn.Module):
                 ep=groups.ep if groups else None,
                 ep_counts=groups.ep_counts if groups else None,
                 ep_nodes=groups.ep_nodes if groups else None,
+                ep_windows=groups.ep_windows if groups else None,
                 seed=None,
                 dtype=dtype,
                 device=device,

@@ -66,6 +66,7 @@ class MoELayer(nn.Module):
     process group or a one-dimensional DeviceMesh, in their place. Each rank of the group holds num_experts / size
     experts. None: all experts here.
     ep_nodes: for dispatch=hierarchical, the communicators between nodes and within this rank's node.
+    ep_windows: for dispatch=nvshmem, the symmetric memory of the ranks of `ep` (`dispatch.open_windows`).
     precision: of the matrix products: bf16 | fp8 (block-scaled, from bf16), whatever the parameters have | native, that
     of the parameters, also under autocast. None: that of the parameters, or of autocast where it is on. The router
     computes in fp32 always.
@@ -87,6 +88,7 @@ class MoELayer(nn.Module):
         ep: Communicator | None = None,
         ep_counts: Communicator | None = None,
         ep_nodes: tuple[Communicator, Communicator] | None = None,
+        ep_windows: wire.Windows | None = None,
         ep_group: Any = None,
         precision: str | None = None,
         attach_aux_loss: bool = False,
@@ -107,7 +109,7 @@ class MoELayer(nn.Module):
         self.name, self.seed = name, seed
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
-        self.links = self._links(ep_nodes)
+        self.links = self._links(ep_nodes, ep_windows)
         # Choices dropped by `capacity_factor` in training, and all of them, since these were last cleared.
         self.register_buffer("dropped_choices", torch.zeros(2, dtype=torch.int64, device=device), persistent=False)
         self.choices: Choices | None = None  # who chooses in the router's place, or watches
@@ -126,8 +128,11 @@ class MoELayer(nn.Module):
         if seed is not None:
             self.reset_parameters()
 
-    def _links(self, ep_nodes: tuple[Communicator, Communicator] | None) -> wire.Links:
+    def _links(self, ep_nodes: tuple[Communicator, Communicator] | None, ep_windows: wire.Windows | None) -> wire.Links:
         config = self.config
+        nvshmem = config.dispatch == "nvshmem" and self.ep.size > 1
+        if nvshmem and ep_windows is None:
+            raise ConfigError("dispatch=nvshmem: needs ep_windows as well as ep; use dispatch=all_to_all without them")
         hierarchical = config.dispatch == "hierarchical"
         if hierarchical and ep_nodes is None and self.ep.size > 1:
             raise ConfigError(
@@ -140,7 +145,8 @@ class MoELayer(nn.Module):
                 f"use max_recv_rows={self.ep.size} or more"
             )
         nodes = ep_nodes if hierarchical else None
-        return wire.Links(self.ep, self.ep_counts, exact, fp8, nodes, config.max_recv_rows)
+        windows = ep_windows if nvshmem else None
+        return wire.Links(self.ep, self.ep_counts, exact, fp8, nodes, config.max_recv_rows, windows)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -308,7 +314,7 @@ class MoELayer(nn.Module):
         """The same in a graph that is being compiled."""
         if self.links.size == 1 and not self.links.fp8:
             return self._exchange(x, shape, token_mask, queue)
-        if self.links.max_recv_rows or self.links.nodes:
+        if self.links.max_recv_rows or self.links.nodes or self.links.windows:
             raise ConfigError(
                 f"max_recv_rows={self.config.max_recv_rows} dispatch={self.config.dispatch}: a compiled graph has one "
                 "round of one hop; use max_recv_rows=0 and dispatch=all_to_all, or do not compile the layer"

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator, Pending
 
-if TYPE_CHECKING:
-    from moe_kernels.nvshmem.runtime import Runtime
+
+class Runtime(Protocol):
+    """Who moves the bytes: `moe_kernels.nvshmem.runtime.Nvshmem`, or what stands for it in a test."""
+
+    def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in symmetric memory; all ranks of the job ask for the same, in the same order."""
+
+    def launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Start `programs` programs of a kernel on the current stream."""
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,11 @@ def test_products_of_a_pair_leave_multiprocessors_to_its_exchanges(precision: st
 
 
 def test_how_many_multiprocessors_a_pair_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pair_sms(torch.device("cpu")) is None
+    assert pair_sms(torch.device("cpu"), 20) is None
     for there, used in ((132, 112), (20, 1)):
         properties = SimpleNamespace(multi_processor_count=there)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
-        assert pair_sms(torch.device("cuda", 0)) == used
+        assert pair_sms(torch.device("cuda", 0), 20) == used
 
 
 @pytest.mark.parametrize("order", [pair.BLOCKING, pair.LAUNCHING, None])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from moe_kernels.nvshmem.runtime import bitcode
 from moe_kernels.sass import SHARED, parse
 
 # Longest name first: other instructions in the main loop for each tensor-core instruction.
@@ -162,3 +163,16 @@ def test_reading_of_machine_code() -> None:
     assert code.loop is not None and (code.loop.mma, code.loop.other, code.loop.waits) == (1, 5, (1,))
     assert code.loop.barriers == ("0x0",) and not code.loop.drains
     assert parse("/*0000*/ EXIT ;").loop is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bitcode() is None, reason="nvidia-nvshmem-cu13 is not installed: nothing to link")
+def test_kernels_that_put_rows_link_with_nvshmem_for_hopper() -> None:
+    """The functions that `test_nvshmem` runs: no function is left to find, and rows move in 128 bits."""
+    rows = {row["kernel"]: row for row in compile_all("--only", "nvshmem")}
+    assert set(rows) == {"nvshmem put", "nvshmem take"}
+    for row in rows.values():
+        check(row)
+    stores, loads = rows["nvshmem put"]["accesses"], rows["nvshmem take"]["accesses"]
+    assert stores["STG.E.128.STRONG.SYS"] > 0, "NVSHMEM's own stores into another GPU's memory"
+    assert stores["STG.E.128"] > 0 and loads["LDG.E.128.STRONG.GPU"] > 0 and loads["STG.E.128"] > 0

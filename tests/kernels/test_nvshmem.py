@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_reference import Blocks, expected, experts
+from layouts import Case, config_of, rank_batches
 from ranks import run_ranks
 from symmetric import Emulated
 from torch import Tensor
 
+from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
 from moe_engine.distributed.collectives import CollectiveLog, Communicator
+from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.moe import dispatch as wire
-from moe_engine.ops.window import Window
+from moe_engine.moe.layer import MoELayer
+from moe_engine.trainer import Trainer
 
 TOKENS = (5, 0, 7, 1)
 K, D, EXPERTS = 3, 136, 8
 
 
-def windows_of(ep: Communicator, runtime: Any, most_rows: int, most_choices: int) -> wire.Windows:
-    device = torch.device("cpu")
-    rows = Window("rows", ep, runtime, most_rows * D * 4, 3, device)
-    for part in (rows.memory.buffer, rows.memory.staging):
+def windows_of(
+    config: MoEConfig, ep: Communicator, runtime: Emulated, capacity: int = 0, dtype: torch.dtype = torch.float32
+) -> wire.Windows:
+    """Symmetric memory that starts with rubbish."""
+    windows = wire.open_windows(
+        config, max(TOKENS), ep, runtime, torch.device("cpu"), capacity=capacity, num_sms=2, dtype=dtype
+    )
+    for part in (windows.rows.memory.buffer, windows.rows.memory.staging):
         part.fill_(0xCD)
-    return wire.Windows(rows, Window("counts", ep, runtime, ep.size**2 * 8, 2, device), most_rows, most_choices)
+    ep.barrier()
+    return windows
 
 
 def choices(rank: int, routing: str) -> Tensor:
@@ -42,23 +54,24 @@ def choices(rank: int, routing: str) -> Tensor:
     return ids
 
 
-def _compare(rank: int, world: int, folder: str, order: str) -> list[str]:
-    log = CollectiveLog()
-    ep = Communicator("ep", range(world), rank, dist.group.WORLD, log)
+SETTINGS = (
+    ("random", torch.bfloat16, False, False),
+    ("one", torch.bfloat16, True, False),
+    ("masked", torch.float32, False, False),
+    ("random", torch.bfloat16, True, True),
+)
+
+
+def _compare(rank: int, world: int, folder: str, order: str, settings: int) -> list[str]:
+    ep = Communicator("ep", range(world), rank, dist.group.WORLD)
     wrong = []
     with Emulated(Path(folder), rank, world, order, seed=1) as runtime:
-        windows = windows_of(ep, runtime, K * sum(TOKENS), K * sum(TOKENS))
-        ep.barrier()
-        for routing, dtype, fp8, exact in (
-            ("random", torch.bfloat16, False, False),
-            ("masked", torch.float32, False, False),
-            ("one", torch.bfloat16, True, False),
-            ("random", torch.bfloat16, True, True),
-        ):
+        config = MoEConfig(D, 8, EXPERTS, K, combine="exact")
+        windows = windows_of(config, ep, runtime)
+        for routing, dtype, fp8, exact in SETTINGS[:settings]:
             links = wire.Links(ep, ep, exact, fp8, windows=windows)
             wrong += [f"{routing} {dtype} fp8={fp8} {exact}: {w}" for w in _wrong(rank, routing, dtype, links)]
-        windows.rows.check()
-        windows.counts.check()
+        windows.check()
         ep.barrier()
     return wrong
 
@@ -89,8 +102,92 @@ def _wrong(rank: int, routing: str, dtype: torch.dtype, links: wire.Links) -> li
     return wrong
 
 
-@pytest.mark.parametrize("order", ["random", "newest", "signals"])
-def test_rows_put_by_kernels_are_those_of_the_definition(order: str) -> None:
+def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        wrong = [line for lines in run_ranks(2, _compare, 2, folder, order, time_limit=100.0) for line in lines]
+        return run_ranks(world, function, world, folder, *args, time_limit=200.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "order", "settings"),
+    [(2, "random", 2)]
+    + [
+        pytest.param(world, order, len(SETTINGS), marks=pytest.mark.slow)
+        for world in (2, 4)
+        for order in ("random", "newest", "signals")
+    ],
+)
+def test_rows_put_by_kernels_are_those_of_the_definition(world: int, order: str, settings: int) -> None:
+    wrong = [line for lines in run(world, _compare, order, settings) for line in lines]
     assert not wrong, "\n".join(wrong[:20])
+
+
+def _layers(rank: int, world: int, folder: str) -> list[str]:
+    """A whole layer by kernels and by all-to-all, and one whose ranks have too little room."""
+    ep = Communicator("ep", range(world), rank, dist.group.WORLD)
+    config = MoEConfig(64, 32, EXPERTS, K)
+    x = torch.randn(1, 5 + rank, 64, generator=torch.Generator().manual_seed(rank))
+    found: list[list[Tensor]] = []
+    with Emulated(Path(folder), rank, world, "random", seed=2) as runtime:
+        windows = windows_of(config, ep, runtime)
+        for dispatch in ("all_to_all", "nvshmem"):
+            layer = MoELayer(replace(config, dispatch=dispatch), ep=ep, ep_windows=windows)
+            given = x.clone().requires_grad_()
+            out = layer(given)
+            out.square().sum().backward()
+            grads = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+            found.append([out.detach(), given.grad, *grads])
+        assert len(found[0]) == len(found[1]) > 4
+        differing = [str(i) for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
+        small = windows_of(config, ep, runtime, capacity=2)
+        layer = MoELayer(replace(config, dispatch="nvshmem"), ep=ep, ep_windows=small)
+        if layer(x).isfinite().any():
+            differing.append("numbers from rows that were lost")
+        with pytest.raises(ConfigError) as refused:
+            small.check()
+        ep.barrier()
+    chosen = layer.router(x[0]).expert_ids // (EXPERTS // world)
+    per_rank = ep.all_reduce_sum(torch.bincount(chosen.flatten(), minlength=world))
+    if f"use moe.recv_capacity={int(per_rank.max())} or more" not in str(refused.value):
+        differing.append(f"{refused.value}; it was {per_rank.tolist()}")
+    return differing
+
+
+def test_a_layer_by_kernels_has_the_bits_of_one_by_all_to_all_and_loses_nothing_silently() -> None:
+    assert run(2, _layers) == [[], []]
+
+
+def _steps(rank: int, world: int, folder: str, overlap: bool) -> list[Any]:
+    """Losses and gradient norms of two steps by kernels and by all-to-all, and the order of what was put."""
+    found: list[Any] = []
+    with Emulated(Path(folder), rank, world, "random", seed=3) as runtime:
+        for dispatch in ("all_to_all", "nvshmem"):
+            case = Case(dp=2, ep=2, schedule="overlapped_1f1b" if overlap else "1f1b", precision="fp32", steps=2)
+            config = config_of(case)
+            config.moe.dispatch = dispatch
+            log = CollectiveLog()
+
+            def connect(*given: Any, config: Config = config, dispatch: str = dispatch) -> Groups:
+                groups = build_groups(*given)
+                if dispatch == "all_to_all":
+                    return groups
+                layer = moe_layer_config(config.model, config.moe)
+                tokens = config.train.micro_batch * config.train.seq_len
+                windows = wire.open_windows(layer, tokens, groups.ep, runtime, torch.device("cpu"), dtype=torch.float32)
+                return replace(groups, ep_windows=windows)
+
+            trainer = Trainer(config, rank, torch.device("cpu"), log, connect)
+            results = [trainer.step(rank_batches(trainer, case, step)) for step in range(case.steps)]
+            found.append([(result.loss, result.grad_norm) for result in results])
+            trainer.groups.world.barrier()
+    found.append([(record.communicator, record.label) for record in log.records if record.op == "put"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_by_kernels_have_the_bits_of_steps_by_all_to_all(overlap: bool) -> None:
+    """Also where forward and backward are woven: all ranks put in one order."""
+    first, second = run(2, _steps, overlap)
+    for by_all_to_all, by_kernels, _ in (first, second):
+        assert by_all_to_all == by_kernels
+    assert first[2] == second[2] and len(first[2]) > 100

@@ -7,22 +7,10 @@ import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from moe_kernels.nvshmem.exchange import WARPS
-
-
-class Runtime(Protocol):
-    """What an exchange needs of whoever moves the bytes."""
-
-    def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in symmetric memory; all ranks (PEs) ask for the same, in the same order."""
-
-    def launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Start `programs` programs of a kernel on the current stream."""
 
 
 def bitcode(folder: Path | None = None) -> Path | None:
@@ -49,7 +37,8 @@ class Nvshmem:
         library = bitcode()
         if library is None:
             raise RuntimeError("no libnvshmem_device.bc: install moe-engine[nvshmem]")
-        self._options = {"num_warps": WARPS, "extern_libs": {"libnvshmem_device": str(library)}}
+        warps = importlib.import_module("moe_kernels.nvshmem.exchange").WARPS  # needs Triton
+        self._options = {"num_warps": warps, "extern_libs": {"libnvshmem_device": str(library)}}
         self._core = importlib.import_module("nvshmem.core")
         self._bindings = importlib.import_module("nvshmem.bindings")
         self._device = device
@@ -63,12 +52,15 @@ class Nvshmem:
         self._core.init(device=cuda, uid=unique, rank=rank, nranks=size, initializer_method="uid")
 
     def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """See `Runtime`. Never freed before the job ends."""
+        """Zeros in symmetric memory, kept to the job's end; all PEs ask for the same, in the same order."""
         raw: Tensor = self._core.tensor((math.prod(shape) * dtype.itemsize,), torch.uint8)
         return raw.zero_().view(dtype).view(shape)
 
     def launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """See `Runtime`. A module's copy of the library's state is filled before its first kernel starts."""
+        """Start `programs` programs of a kernel on the current stream.
+
+        A module has its own copy of the library's state, which is filled before its first kernel starts.
+        """
         options = {**constants, **self._options}
         compiled = kernel.warmup(*arguments, grid=(programs,), **options)
         if id(compiled) not in self._known:

@@ -47,6 +47,7 @@ from moe_engine.moe.dispatch.exchange import (
 from moe_engine.moe.dispatch.further import further_rows
 from moe_engine.moe.dispatch.handle import DispatchHandle
 from moe_engine.moe.dispatch.links import Links, Windows
+from moe_engine.moe.dispatch.nvshmem import open_windows
 
 __all__ = [
     "DispatchHandle",
@@ -63,6 +64,7 @@ __all__ = [
     "dispatch_start",
     "dispatch_wait",
     "further_rows",
+    "open_windows",
     "pack_for",
     "pack_rows",
     "plan",

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Communicator, Pending
 from moe_engine.ops.window import Window
 
@@ -26,6 +27,17 @@ class Windows:
     counts: Window
     most_rows: int
     most_choices: int
+
+    def check(self) -> None:
+        """Wait for the device. Raises ConfigError if some rank had no room for what it was sent since the start."""
+        needed = self.rows.most_needed()
+        if needed > self.most_choices:
+            raise ConfigError(
+                f"moe.recv_capacity={self.most_choices}: a rank was to take {needed} (token, expert) pairs at once, "
+                f"and no row was sent; use moe.recv_capacity={needed} or more, or 0"
+            )
+        self.rows.check()
+        self.counts.check()
 
 
 @dataclass(frozen=True)
