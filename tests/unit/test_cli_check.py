@@ -71,3 +71,15 @@ def test_what_would_not_fit_the_cluster_is_refused_here(capsys: pytest.CaptureFi
         "parallel.dp=512: with pp=2 x cp=1 x tp=1 needs 1024 ranks, and 2048 are given; start 1024, "
         "or use parallel.dp=1024\n"
     )
+
+
+def test_rows_put_by_gpus_need_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A laptop checks such a job and does not start it: no run folder is left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["train", "moe.dispatch=nvshmem", "run.check=true"]) == 0
+    assert main(["train", "moe.dispatch=nvshmem"]) == 2
+    assert "GPUs put the rows, and there is none here; use moe.dispatch=all_to_all" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
