@@ -237,6 +237,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"moe__max_recv_rows": 1, "parallel__ep": 2, "parallel__dp": 2},
         "moe.max_recv_rows=1: each of parallel.ep=2 ranks needs a share of it; use moe.max_recv_rows=2 or more, or 0",
     ),
+    (
+        {"moe__max_recv_rows": 8, "moe__dispatch": "nvshmem"},
+        "moe.max_recv_rows=8: moe.dispatch=nvshmem has no further rounds; use moe.max_recv_rows=0, "
+        "or moe.dispatch=all_to_all",
+    ),
+    (
+        {"moe__recv_capacity": 8},
+        "moe.recv_capacity=8: with moe.dispatch=all_to_all a rank takes what comes; use moe.recv_capacity=0, "
+        "or moe.dispatch=nvshmem",
+    ),
+    ({"moe__exchange_sms": 0}, "moe.exchange_sms=0: must be 1 or more, for example moe.exchange_sms=1"),
     ({"moe__capacity_factor": -1.0}, "moe.capacity_factor=-1.0: must be 0 or more"),
     ({"moe__drop": "first"}, "moe.drop=first: no such choice; there are score, position"),
     ({"moe__wire": "fp4"}, "moe.wire=fp4: no such choice; there are model, fp8"),
