@@ -14,6 +14,7 @@ from moe_engine.moe.dispatch import Rows
 from moe_engine.ops.attach import scale_gradient
 from moe_engine.ops.bias import add_bias
 from moe_engine.ops.expert_activation import Activation, expert_activation
+from moe_engine.ops.expert_mlp import expert_mlp
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.fp8_linear import fp8_grouped_linear, fp8_mlp
 from moe_engine.ops.grouped_linear import grouped_linear
@@ -97,13 +98,17 @@ def through_experts(
     """Each row through the experts in its slots, weighted and summed in slot order: [R, D].
 
     The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
-    In fp8 SwiGLU experts without biases keep its input alone, in fp8; others keep what their activation keeps.
+    SwiGLU experts without biases keep their input and the first projection alone, without a queue and outside segments
+    (`ops.expert_mlp`); in fp8 always, as codes. Others keep what their operations keep.
     """
     order = order_by_expert(rows.local_ids, experts.down.shape[0], rows.most_choices)
     weights = take(rows.weights, order.slots, order.rows.places)
-    if fp8 is not None and activation == Activation() and experts.up_bias is None and experts.down_bias is None:
+    plain = activation == Activation() and experts.up_bias is None and experts.down_bias is None
+    if fp8 is not None and plain:
         out = fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, order.counts, order.rows)  # [N, D]
         return unpermute(out, order.rows)
+    if plain and queue is None and segments is None and not torch.compiler.is_compiling():
+        return unpermute(expert_mlp(rows.x, experts.up, experts.down, weights, order), order.rows)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         if fp8 is not None:

@@ -141,8 +141,8 @@ def test_swiglu_and_its_gradients_equal_float64(shape: tuple[int, int], weighted
     wide = torch.promote_types(dtype, torch.float32)
     weight = randn(rows, dtype=wide, seed=2) if weighted else None
 
-    x = gate_up.double().requires_grad_()
-    w = weight.double().requires_grad_() if weight is not None else None
+    x = gate_up.double().clone().requires_grad_()
+    w = weight.double().clone().requires_grad_() if weight is not None else None
     gate, up = x.chunk(2, dim=1)
     expected = gate / (1 + (-gate).exp()) * up * (1 if w is None else w[:, None])
     expected.backward(d_out.double())

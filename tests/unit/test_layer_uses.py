@@ -15,6 +15,7 @@ from measures import calc_diff
 from torch import Tensor, nn
 
 from moe_engine import ConfigError, MoEConfig, MoELayer, Router, experts_forward
+from moe_engine.ops.wgrad_queue import WgradQueue
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -330,3 +331,36 @@ def test_the_oracle_sees_a_wrong_activation() -> None:
     x = tokens(5, 24, dtype=torch.float64)
     wrong = make_config(activation="gelu")
     assert calc_diff(layer(x), dense_moe(x, leaf_parameters(layer), wrong)[0]) > 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_operation_for_the_experts_has_the_bits_of_its_parts_and_keeps_less(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    found = []
+    for queue in (None, WgradQueue()):  # with a queue, which defers nothing, the parts one after the other
+        x = tokens(90, 24, dtype=dtype).requires_grad_()
+        layer = MoELayer(make_config(num_shared_experts=0), dtype=dtype)
+        with LiveBytes() as memory, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            before = memory.bytes()
+            out = layer(x, queue=queue)
+            kept = memory.bytes() - before
+        out.backward(tokens(90, 24, dtype=out.dtype, seed=1))
+        found.append((kept, [out.detach(), x.grad, *(p.grad for p in layer.parameters())]))
+    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(mine, theirs)
+    rows, item = 90 * 3, 2 if autocast else dtype.itemsize
+    assert found[1][0] - found[0][0] >= rows * (24 + 10) * item  # the sorted rows, and what the second product takes
+
+
+def test_frozen_experts_get_no_gradients_and_pass_them_on() -> None:
+    whole, frozen = MoELayer(make_config()), MoELayer(make_config())
+    frozen.experts.requires_grad_(False)
+    grads = []
+    for layer in (whole, frozen):
+        x = tokens(30, 24).requires_grad_()
+        layer(x).square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads) and all(p.grad is None for p in frozen.experts.parameters())
+    assert torch.equal(whole.router.weight.grad, frozen.router.weight.grad)
