@@ -49,17 +49,14 @@ LENGTH_CEILINGS = {
     "route": 2400,
 }
 FAST_SUBSET = (
-    "hopper_gemm dgrad",
     "hopper_gemm_fp8",
     "hopper_wgrad accumulate",
-    "hopper_wgrad_fp8 accumulate",
     "quantize_rows",
     "gemm fprop 128x",
     "gemm_fp8 128x",
     "gemm_fp8 64x",
     "wgrad_fp8 128x",
     "swiglu_fp8",
-    "unpermute",
     "route softmax",
 )
 
