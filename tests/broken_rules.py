@@ -203,6 +203,18 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "cp.exchange=ring",
     ),
     (
+        {
+            "parallel__cp": 2,
+            "cp__exchange": "ulysses",
+            "cp__payload": "latent",
+            "precision__name": "fp8",
+            "model__num_heads": 2,
+        },
+        "cp.payload=latent: precision=fp8 has the up-projection in blocks of 128 rows, and with cp.exchange=ulysses "
+        "each of parallel.cp=2 ranks takes model.num_heads / parallel.cp * (model.qk_nope_head_dim + model.v_head_dim) "
+        "= 64 of them, which is no multiple of 128; use cp.payload=kv, or cp.exchange=ring",
+    ),
+    (
         {"parallel__cp": 2, "moe__record_routing": 1},
         "moe.record_routing=1: a step is recorded in whole sequences, and parallel.cp=2; use moe.record_routing=0",
     ),

@@ -101,6 +101,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "route_scale": 1.0,
     },
     "v3_heads": {"num_heads": 4},  # enough to share out over four ranks
+    "v3_blocks": {"num_heads": 4, "qk_nope_head_dim": 40, "v_head_dim": 24},  # two heads are a block of fp8's rows
     "qwen3_heads": {  # fewer heads of keys than ranks
         "attention": "gqa", "num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "rope_style": "halves",
         "num_dense_layers": 0, "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1,

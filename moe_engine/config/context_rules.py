@@ -6,6 +6,7 @@ from moe_engine.config.rules import Rules
 
 EXCHANGES = ("ring", "all_gather", "ulysses")
 PAYLOADS = ("kv", "latent")
+FP8_BLOCK = 128  # rows of a weight that share a scale
 
 
 def check_context_parallel(rules: Rules) -> None:
@@ -27,12 +28,6 @@ def check_context_parallel(rules: Rules) -> None:
         rules.refuse(
             "cp.payload", f"model.attention={rules['model.attention']} has no latents to exchange; use cp.payload=kv"
         )
-    if rules["precision.name"] == "fp8" and latent and rules["cp.exchange"] == "ulysses":
-        rules.refuse(
-            "cp.payload",
-            "precision=fp8 has the up-projection in blocks of all heads, and ulysses needs some heads of it; "
-            "use cp.payload=kv, or cp.exchange=ring",
-        )
     if rules.sound("moe.routing") and rules["moe.routing"].startswith("replay:"):
         rules.refuse(
             "moe.routing", f"a step is replayed in whole sequences, and parallel.cp={cp}; use moe.routing=natural"
@@ -45,6 +40,8 @@ def check_context_parallel(rules: Rules) -> None:
     used = ("cp.exchange", "model.num_heads", "model.num_kv_heads", "model.attention", length)
     if rules.sound(*used) and rules["cp.exchange"] == "ulysses":
         _check_heads(rules, cp)
+        if rules["precision.name"] == "fp8" and latent:
+            _check_blocks(rules, cp)
     if rules["recompute.mode"] == "selective" and "attention" in rules["recompute.names"]:
         left = [name for name in rules["recompute.names"] if name != "attention"]
         rules.refuse(
@@ -69,3 +66,20 @@ def _check_heads(rules: Rules, cp: int) -> None:
     if heads % cp == 0:
         rule = f"and model.num_kv_heads={kv_heads} must divide one another"
     rules.refuse("cp.exchange", f"parallel.cp={cp} {rule}; use parallel.cp={near}, or cp.exchange=ring")
+
+
+def _check_blocks(rules: Rules, cp: int) -> None:
+    """In fp8 a rank of Ulysses takes its heads' part of the up-projection, which is quantised in blocks."""
+    sizes = "model.num_heads", "model.qk_nope_head_dim", "model.v_head_dim"
+    if not rules.sound(*sizes) or rules["model.num_heads"] % cp or rules["model.attention"] != "mla":
+        return
+    heads, nope, value = (rules[name] for name in sizes)
+    own = heads // cp * (nope + value)
+    if own % FP8_BLOCK:
+        rules.refuse(
+            "cp.payload",
+            f"precision=fp8 has the up-projection in blocks of {FP8_BLOCK} rows, and with cp.exchange=ulysses each of "
+            f"parallel.cp={cp} ranks takes model.num_heads / parallel.cp * (model.qk_nope_head_dim + "
+            f"model.v_head_dim) = {own} of them, which is no multiple of {FP8_BLOCK}; use cp.payload=kv, or "
+            "cp.exchange=ring",
+        )

@@ -34,6 +34,8 @@ from moe_engine.model.core_attention import core_attention, share_backward, shar
 from moe_engine.model.paired_attention import PairedVisible, Pairs, find_pairs, merge
 from moe_engine.ops.attention import Visible
 from moe_engine.ops.autocast import without_autocast
+from moe_engine.ops.fp8 import Fp8Rows
+from moe_engine.ops.fp8_linear import fp8_linears
 from moe_engine.ops.linear import Linear, linear
 from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
 
@@ -165,7 +167,9 @@ class Latents(NamedTuple):
                 return up(own), up.weight
             used = up.weight.detach()[rows].requires_grad_()
             used.grad_dtype = gradient_dtype(up.weight)
-            return linear(own, used), used
+            if up.fp8 is None:
+                return linear(own, used), used
+            return fp8_linears(own, [used], Fp8Rows(up.fp8, up.weight, rows))[0], used
 
         def opened(block: Tensor, graph: bool) -> Opened:
             latent, k_rope = block.split((rank, rope), dim=2)

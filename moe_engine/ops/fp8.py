@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import dequantize_rows, quantize_blocks, quantize_rows
-from moe_kernels.fp8_format import FORWARD_AMAX, GRADIENT_AMAX
+from moe_kernels.fp8_format import BLOCK, FORWARD_AMAX, GRADIENT_AMAX
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,29 @@ class Fp8:
     def forget(self) -> None:
         """The weights have moved: make new codes at their next use."""
         self._kept.clear()
+
+
+class Fp8Rows(Fp8):
+    """The recipe for a copy of some rows of a weight [out, in], from a border of its blocks to another.
+
+    Their codes are cut out of the weight's own, so a product of these rows is a part of that of all.
+    """
+
+    def __init__(self, fp8: Fp8, weight: Tensor, rows: slice) -> None:
+        super().__init__(fp8.wgrad, fp8.power_of_two, keep=False)
+        if rows.start % BLOCK or rows.stop % BLOCK:
+            raise ValueError(f"rows {rows.start} to {rows.stop} do not lie between borders of blocks of {BLOCK}")
+        self._whole, self._weight, self._rows = fp8, weight, rows
+
+    def weight(self, weight: Tensor) -> WeightCodes:
+        """The codes of the rows; `weight` is their copy."""
+        whole, blocks = self._whole.weight(self._weight), slice(self._rows.start // BLOCK, self._rows.stop // BLOCK)
+        return WeightCodes(
+            whole.codes[:, self._rows],
+            whole.scale[:, blocks],
+            whole.transposed[:, :, self._rows].contiguous(),
+            whole.transposed_scale[:, :, blocks].contiguous(),
+        )
 
     def __deepcopy__(self, _memo: Any) -> Fp8:
         return Fp8(self.wgrad, self.power_of_two, self.keep)  # a copied module has weights of its own

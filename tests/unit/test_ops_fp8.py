@@ -14,7 +14,7 @@ import moe_kernels
 from moe_engine.moe.dispatch import Rows
 from moe_engine.moe.experts import Experts
 from moe_engine.moe.mlp import DenseMLP
-from moe_engine.ops.fp8 import Fp8, dequantize, quantize, use_fp8
+from moe_engine.ops.fp8 import Fp8, Fp8Rows, dequantize, quantize, use_fp8
 from moe_engine.ops.fp8_linear import fp8_linears, fp8_mlp
 from moe_engine.ops.linear import Linear, linears
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -203,3 +203,26 @@ def test_autocast_chooses_the_format_around_the_codes() -> None:
     assert out.dtype == BF16
     out.sum().backward()
     assert x.grad is not None and w.grad is not None and x.grad.dtype == w.grad.dtype == torch.float32
+
+
+def test_rows_of_a_weight_have_their_part_of_its_codes() -> None:
+    """Cut on borders of blocks: the products' bits, and gradients that are the parts of the whole's."""
+    fp8, weight = Fp8(), randn(384, 96, dtype=BF16)
+    x, d_y = randn(17, 96, seed=1), randn(17, 384, seed=2)
+    own, leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    (whole,) = fp8_linears(own, [leaf], fp8)
+    whole.backward(d_y)
+    rows = slice(128, 384)
+    part_of_x, part = x.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+    (found,) = fp8_linears(part_of_x, [part], Fp8Rows(fp8, leaf, rows))
+    found.backward(d_y[:, rows])
+    assert own.grad is not None and leaf.grad is not None and part_of_x.grad is not None and part.grad is not None
+    assert same_bits(found, whole[:, rows]) and same_bits(part.grad, leaf.grad[rows])
+    codes = fp8.weight(leaf)
+    expected = (
+        dequantize(quantize(d_y[:, rows], gradient=True), torch.float64)
+        @ moe_kernels.dequantize_blocks(codes.codes, codes.scale)[0, rows].double()
+    )
+    assert calc_diff(part_of_x.grad, expected) < 1e-5
+    with pytest.raises(ValueError, match="rows 64 to 384 do not lie between borders of blocks of 128"):
+        Fp8Rows(fp8, leaf, slice(64, 384))
