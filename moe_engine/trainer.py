@@ -204,7 +204,7 @@ class Trainer:
                 layer.choices = ForcedChoices(loads, zlib.crc32(f"{name} of {self.groups.data.rank}".encode()))
         elif mode.kind == "replay":
             rows = config.train.global_batch // self.groups.layout.dp
-            found = load_choices(Path(mode.folder), list(layers), config, self._first_row(), rows, self.groups.world)
+            found = load_choices(Path(mode.folder), list(layers), config, self._first_row(), rows, self.groups)
             for name, layer in layers.items():
                 layer.choices = RecordedChoices(found[name])
 
@@ -225,7 +225,7 @@ class Trainer:
             if isinstance(layer.choices, Recorder):
                 found[name] = layer.choices.by_micro_batch
                 layer.choices = layer.choices.choices
-        return save_choices(folder, self.steps_done, found, self.config, self._first_row(), self.groups.world)
+        return save_choices(folder, self.steps_done, found, self.config, self._first_row(), self.groups, self.device)
 
     @property
     def named(self) -> list[NamedParameter]:

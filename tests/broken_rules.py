@@ -215,15 +215,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "= 64 of them, which is no multiple of 128; use cp.payload=kv, or cp.exchange=ring",
     ),
     (
-        {"parallel__cp": 2, "moe__record_routing": 1},
-        "moe.record_routing=1: a step is recorded in whole sequences, and parallel.cp=2; use moe.record_routing=0",
-    ),
-    (
-        {"parallel__cp": 2, "moe__routing": "replay:runs/a/routing/step_1"},
-        "moe.routing=replay:runs/a/routing/step_1: a step is replayed in whole sequences, and parallel.cp=2; "
-        "use moe.routing=natural",
-    ),
-    (
         {"parallel__cp": 2, "recompute__mode": "selective", "recompute__names": ["norm", "attention"]},
         "recompute.names=[norm, attention]: with parallel.cp=2 attention keeps its output alone, and making it again "
         "would exchange keys and values again; leave attention out: use recompute.names=[norm]",

@@ -28,15 +28,6 @@ def check_context_parallel(rules: Rules) -> None:
         rules.refuse(
             "cp.payload", f"model.attention={rules['model.attention']} has no latents to exchange; use cp.payload=kv"
         )
-    if rules.sound("moe.routing") and rules["moe.routing"].startswith("replay:"):
-        rules.refuse(
-            "moe.routing", f"a step is replayed in whole sequences, and parallel.cp={cp}; use moe.routing=natural"
-        )
-    if rules["moe.record_routing"] > 0:
-        rules.refuse(
-            "moe.record_routing",
-            f"a step is recorded in whole sequences, and parallel.cp={cp}; use moe.record_routing=0",
-        )
     used = ("cp.exchange", "model.num_heads", "model.num_kv_heads", "model.attention", length)
     if rules.sound(*used) and rules["cp.exchange"] == "ulysses":
         _check_heads(rules, cp)

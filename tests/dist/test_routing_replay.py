@@ -11,6 +11,7 @@ import torch
 from layout_cases import Case, config_of
 from layouts import rank_batches
 from ranks import run_ranks
+from safetensors.torch import load_file
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.trainer import Trainer
@@ -19,14 +20,16 @@ RECORDED = Case(pp=2, dp=2, ep=2, schedule="dualpipe", padding=True, combine="ex
 LAYOUTS = [
     replace(RECORDED, pp=1, dp=1, ep=1, schedule="1f1b", micro_batch=8),
     replace(RECORDED, pp=2, dp=2, ep=2, schedule="overlapped_1f1b", placement=1),
+    replace(RECORDED, pp=1, dp=1, ep=2, schedule="1f1b", cp=2, micro_batch=2),
 ]
+SHARED = Case(cp=4, ep=4, model="v3_heads", exchange="ulysses", micro_batch=2)  # four ranks hold parts of each sequence
 
 
-def _record(rank: int, folder: Path) -> dict[str, Any]:
-    trainer = Trainer(config_of(RECORDED), rank, torch.device("cpu"))
-    trainer.step(rank_batches(trainer, RECORDED, 0))
+def _record(rank: int, folder: Path, case: Case = RECORDED) -> dict[str, Any]:
+    trainer = Trainer(config_of(case), rank, torch.device("cpu"))
+    trainer.step(rank_batches(trainer, case, 0))
     trainer.record_choices()
-    result = trainer.step(rank_batches(trainer, RECORDED, 1))
+    result = trainer.step(rank_batches(trainer, case, 1))
     trainer.save_choices(folder)
     assert all(layer.choices is None for layer in trainer.moe_layers().values())
     return {"counts": result.expert_loads.counts}
@@ -47,7 +50,18 @@ def test_choices_recorded_in_one_layout_are_replayed_in_others(tmp_path: Path) -
     for each in found:
         # The padding of step 1 is the recorded one's; other steps have other padding, which is not counted.
         assert torch.equal(each["counts"][1], recorded)
-    assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-12)
+        assert found[0]["losses"] == pytest.approx(each["losses"], rel=1e-12)
+
+
+def test_choices_of_shared_sequences_are_recorded_as_one_rank_does(tmp_path: Path) -> None:
+    """Every token's own ones at its place, whichever rank held it."""
+    run_ranks(SHARED.world, _record, tmp_path / "shared", SHARED)
+    run_ranks(1, _record, tmp_path / "alone", replace(SHARED, cp=1, ep=1))
+    ranks = [load_file(tmp_path / f"shared/step_2/rank_{rank}.safetensors") for rank in range(SHARED.world)]
+    alone = load_file(tmp_path / "alone/step_2/rank_0.safetensors")
+    assert len(alone) == 4 and alone.keys() == ranks[0].keys()
+    for key, ids in alone.items():
+        assert torch.equal(torch.cat([rank[key] for rank in ranks]), ids)
 
 
 def _refused(rank: int, case: Case, path: Path) -> str:
