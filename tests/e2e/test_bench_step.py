@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import torch
+from ranks import run_ranks
 
 from moe_engine.bench.record import read
 from moe_engine.bench.step import peak_memory
 from moe_engine.config.load import load
+from moe_engine.config.schema import Config
 from moe_engine.config.validate import resolve
+from moe_engine.planner.flops import parameter_count
 
 SMALL = [
     "model=tiny", "precision=fp32", "model.score_function=softmax", "train.micro_batch=2", "train.global_batch=4",
@@ -49,8 +52,29 @@ def test_a_small_step_is_checked_timed_and_recorded(tmp_path: Path) -> None:
         assert part in report
 
 
-def test_memory_is_told_for_each_routing() -> None:
-    """Of a process with one candidate alone: here the high-water mark of this one, which only rises."""
-    config = resolve(load("train", ["model=tiny", "train.seq_len=32", "train.global_batch=4"]))
-    peaks = [peak_memory(0, torch.device("cpu"), config, name) for name in ("moe_engine", "moe_engine skewed:2")]
-    assert 50 * 2**20 < peaks[0] <= peaks[1] < 16 * 2**30
+def config_of(*words: str) -> Config:
+    return resolve(load("train", ["model=tiny", "precision=fp32", "model.score_function=softmax", *words]))
+
+
+def peaks(config: Config, candidate: str) -> list[int]:
+    """Bytes at the highest point of each rank, in processes that begin as this one is now."""
+    return run_ranks(config.parallel.dp or 1, peak_memory, torch.device("cpu"), config, candidate)
+
+
+def test_memory_of_a_larger_model_is_larger_by_its_states() -> None:
+    words = ["train.seq_len=32", "train.global_batch=4"]
+    small, large = config_of(*words), config_of(*words, "model.vocab_size=50257")
+    more = parameter_count(large.model).total - parameter_count(small.model).total
+    states = 20 * more  # fp32: the parameter, its gradient, the master weight, two moments
+    (before,), (after,) = peaks(small, "moe_engine"), peaks(large, "moe_engine")
+    assert states <= after - before < 2.5 * states  # and for a moment what makes the initial values of a table
+
+
+def test_memory_of_skewed_routing_is_larger_on_the_busy_rank() -> None:
+    """All choices are of the first two of eight experts, on rank 0: it has the rows of both ranks, rank 1 has none."""
+    words = ["parallel.dp=2", "parallel.ep=2", "train.global_batch=32", "train.micro_batch=16", "train.seq_len=256"]
+    config = config_of(*words, "model.expert_hidden=256")
+    even, skewed = peaks(config, "moe_engine balanced"), peaks(config, "moe_engine skewed:4")
+    rows = 16 * 256 * config.model.top_k  # of a micro-batch
+    kept = 4 * rows * 2 * config.model.expert_hidden  # what SwiGLU multiplies
+    assert skewed[0] - even[0] > kept and even[1] - skewed[1] > kept
