@@ -6,19 +6,21 @@ EXTRAS ?= test,dev,triton,nvshmem-bitcode,hf,slurm
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed.stamp
-# Tests of one process run on two cores at once; those that start ranks of their own have the machine to themselves.
-SHARED := $(wildcard tests/unit tests/kernels tests/compat)
-ALONE := $(wildcard tests/dist tests/e2e)
+# Two tests run at once, those of one process file by file. Ranks and started commands often wait, for one another or
+# for a file, so two of their tests at once use the cores better; few of them are long, so they are shared out singly.
+ONE_PROCESS := $(wildcard tests/unit tests/kernels tests/compat)
+SEVERAL := $(wildcard tests/e2e tests/dist)
 
 # One thread per process: ranks share the cores, and results do not depend on the machine's core count.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-TWO := -n 2 --dist loadfile
+BY_FILE := -n 2 --dist loadfile
+ONE_BY_ONE := -n 2 --dist worksteal
 # pytest's exit code 5 says that a tier has no test (yet), which is no error.
 EMPTY_IS_FINE := || [ $$? -eq 5 ]
 
 # Both kinds of tests, with the options in $(1); all run, also where some fail.
 define tiers
-	@failed=; for tests in "$(TWO) $(SHARED)" "$(ALONE)"; do \
+	@failed=; for tests in "$(BY_FILE) $(ONE_PROCESS)" "$(ONE_BY_ONE) $(SEVERAL)"; do \
 		echo "== pytest $(1) $$tests"; $(PYTEST) $(1) --durations=10 $$tests $(ARGS) $(EMPTY_IS_FINE) || failed=1; \
 	done; test -z "$$failed"
 endef
@@ -42,7 +44,7 @@ check: $(INSTALLED) ## format, lint, types, import rules, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) $(TWO) tests/unit $(EMPTY_IS_FINE)
+	$(PYTEST) $(BY_FILE) tests/unit $(EMPTY_IS_FINE)
 
 slow: $(INSTALLED) ## the long tests: full layout matrix, builds, long runs
 	$(call tiers,-m slow --timeout=1800)
@@ -51,7 +53,7 @@ aot: $(INSTALLED) ## compile every GPU kernel without a GPU and print what its m
 	$(BIN)/python -m moe_kernels.aot $(ARGS)
 
 gpu: $(INSTALLED) ## the tests for a machine with a CUDA device
-	$(PYTEST) -m gpu $(SHARED) $(ALONE) $(ARGS) $(EMPTY_IS_FINE)
+	$(PYTEST) -m gpu $(ONE_PROCESS) $(SEVERAL) $(ARGS) $(EMPTY_IS_FINE)
 
 bench-overlap: $(INSTALLED) ## what the overlapped pair hides over a slow wire between two namespaces (needs root)
 	$(BIN)/moe-engine bench overlap $(ARGS)
