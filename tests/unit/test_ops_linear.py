@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,9 +90,26 @@ def test_bf16_weight_gradients_reach_an_fp32_grad() -> None:
     torch.testing.assert_close(weight.grad, 2 * x.detach().float().sum(0).expand(4, 16), rtol=2**-7, atol=2**-7)
 
 
+class _SwapAndScale(torch.autograd.Function):
+    """Two inputs, two outputs, and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * b, a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[1], 2 * grads[0]
+
+
 def two_uses(queue: WgradQueue | None, weight: Tensor, other: Tensor, x: Tensor) -> Tensor:
-    """A weight used twice, and one that is no leaf where it is used, so that it never waits."""
-    hidden = linear(linear(x, weight, queue).tanh(), weight, queue)
+    """A weight used twice, and one that is no leaf where it is used, so that it never waits.
+
+    Between the uses, operations with several outputs: the halves of the hidden state swap, one is used twice.
+    """
+    first, second = linear(x, weight, queue).tanh().chunk(2, dim=-1)
+    first, second = _SwapAndScale.apply(first, second)
+    hidden = linear(torch.cat([first, first * second], dim=-1), weight, queue)
     return linear(hidden, other * 2, queue).tanh().sum()
 
 
