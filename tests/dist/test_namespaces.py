@@ -72,9 +72,11 @@ def test_two_hosts_reach_each_other_and_leave_nothing(possible: None) -> None:
             shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
             assert re.search(r"tbf .*rate 100Mbit burst 64Kb lat 400ms", shown)
         forgotten = hosts.run(0, ["sleep", "100"])
-        pid = int(subprocess.run(["ip", "netns", "pids", hosts.names[0]], capture_output=True, check=True).stdout)
+        show, shown = ["ip", "netns", "pids", hosts.names[0]], ""
+        while not shown:  # it takes a moment to get there
+            shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     assert not existing().intersection(hosts.names)
-    assert forgotten.wait(10) == -9 and forgotten.pid == pid
+    assert forgotten.wait(10) == -9 and forgotten.pid == int(shown)
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(possible: None) -> None:

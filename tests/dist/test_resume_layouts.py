@@ -61,7 +61,7 @@ def test_every_checkpoint_goes_on_in_every_layout(saver: Case, loader: Case, tmp
 @pytest.mark.parametrize("placement", [2, 3])
 def test_going_on_in_the_same_layout_changes_no_bit(placement: int, tmp_path: Path) -> None:
     """Also with experts that moved before the checkpoint, or move after it by loads counted before and after."""
-    case = Case(pp=2, dp=2, ep=2, precision="bf16", placement=placement)
+    case = Case(pp=2, dp=2, ep=2, micro_batch=2, precision="bf16", placement=placement)
     whole = run(case)
     assert any(step["moved"] for step in whole.steps)
     run(replace(case, steps=BEFORE), save_to=tmp_path)
