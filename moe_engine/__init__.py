@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_engine.checkpoint.whole_model import load_hf
     from moe_engine.config.errors import ConfigError
     from moe_engine.config.schema import MoEConfig
     from moe_engine.moe.experts import experts_forward
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "MoEConfig", "MoELayer", "Router", "__version__", "experts_forward"]
+__all__ = ["ConfigError", "MoEConfig", "MoELayer", "Router", "__version__", "experts_forward", "load_hf"]
 
 _HOMES = {
     "ConfigError": "moe_engine.config.errors",
@@ -27,6 +28,7 @@ _HOMES = {
     "MoELayer": "moe_engine.moe.layer",
     "Router": "moe_engine.moe.router",
     "experts_forward": "moe_engine.moe.experts",
+    "load_hf": "moe_engine.checkpoint.whole_model",
 }
 
 

@@ -25,10 +25,15 @@ class ConvertConfig:
     to: str = ""  # the folder to make
     dtype: str = "keep"  # keep | bfloat16 | float32 | fp8 (into a Hugging Face folder)
     max_shard_gb: float = 5.0  # 10^9 bytes
+    upcycle: int = 0  # above 0: a dense model into experts, so many copies of each MLP
+    top_k: int = 2  # of the copies a token goes to; this and the others below with upcycle
+    granularity: int = 1  # slices that each copy is cut into
+    seed: int = 0  # of the new routers
 
 
 def help_text() -> str:
     return """usage: moe-engine convert from=FOLDER to=FOLDER [dtype=…] [max_shard_gb=…]
+       moe-engine convert from=DENSE_FOLDER to=FOLDER upcycle=COPIES [top_k=…] [granularity=…] [seed=…]
 
 Convert weights between the Hugging Face layout and this engine's checkpoints; what `from` is says which way.
 
@@ -50,10 +55,19 @@ options:
                      they came from such codes, the same codes and scales again
   max_shard_gb=5     the largest file, in 10^9 bytes
 
+upcycling: a Hugging Face folder of a dense model (mistral, llama, qwen3) becomes one of mixtral or qwen3_moe that
+computes the same until it is trained.
+  upcycle=8          copies of each MLP; 0: not this
+  top_k=2            how many of them a token goes to
+  granularity=1      slices of each copy, experts of their own: then upcycle * granularity experts, and a token goes to
+                     top_k * granularity of them
+  seed=0             of the routers, random numbers of the model's initializer_range
+
 examples:
   moe-engine convert from=DeepSeek-V2-Lite to=checkpoints/v2_lite
   moe-engine convert from=runs/quickstart to=quickstart_hf dtype=bfloat16
-  moe-engine train model=DeepSeek-V2-Lite/config.json init_from=checkpoints/v2_lite run.check=true"""
+  moe-engine train model=DeepSeek-V2-Lite/config.json init_from=checkpoints/v2_lite run.check=true
+  moe-engine convert from=Qwen3-0.6B-Base to=qwen3_8x upcycle=8 granularity=4"""
 
 
 def run(words: list[str]) -> int:
@@ -66,8 +80,10 @@ def run(words: list[str]) -> int:
         from moe_engine.checkpoint.huggingface.writer import write_huggingface
         from moe_engine.checkpoint.weights import CheckpointWeights, open_weights, write_checkpoint
     source, out = Path(config.from_), Path(config.to)
-    weights = open_weights(source)
     console = Console(stderr=True)
+    if config.upcycle:
+        return _upcycle(config, console)
+    weights = open_weights(source)
     for note in weights.notes:
         console.print(note, markup=False, highlight=False)
     weights.check_copies()
@@ -89,6 +105,26 @@ def run(words: list[str]) -> int:
     return 0
 
 
+def _upcycle(config: ConvertConfig, console: Console) -> int:
+    import torch
+
+    from moe_engine.checkpoint import stream
+    from moe_engine.checkpoint.huggingface.upcycle import Recipe, upcycle
+
+    name, out = DTYPES[config.dtype], Path(config.to)
+    dtype = None if name is None else getattr(torch, name)
+    recipe = Recipe(config.upcycle, config.top_k, config.granularity, config.seed)
+    with _bar(console) as bar:
+        progress = stream.Progress(partial(_show, bar))
+        sizes = upcycle(Path(config.from_), out, recipe, dtype, int(config.max_shard_gb * 1e9), progress)
+    print(
+        f"Hugging Face folder {out}: {config.upcycle * config.granularity} experts a layer, top "
+        f"{config.top_k * config.granularity}, {sum(sizes.values()):,} bytes in {len(sizes)} file"
+        f"{'s' * (len(sizes) > 1)}"
+    )
+    return 0
+
+
 def _check_options(config: ConvertConfig) -> None:
     """Raises ConfigError, with a line for each option that cannot be as it is."""
     problems = []
@@ -104,6 +140,10 @@ def _check_options(config: ConvertConfig) -> None:
         problems += _folder_problem(config.to)
     if config.dtype not in DTYPES:
         problems.append(f"dtype={config.dtype}: no such choice; there are {', '.join(DTYPES)}")
+    if config.upcycle and config.dtype == "fp8":
+        problems.append("dtype=fp8: upcycled weights are to be trained; use dtype=bfloat16")
+    if config.upcycle < 0:
+        problems.append(f"upcycle={config.upcycle}: copies of each MLP, 2 or more, for example upcycle=8; 0: none")
     if not config.max_shard_gb > 0:
         problems.append(f"max_shard_gb={config.max_shard_gb:g}: must be larger than 0, for example max_shard_gb=5")
     if problems:

@@ -79,8 +79,6 @@ class MoELayer(nn.Module):
     engine's optimizer does). Raises ConfigError for values that do not fit together.
     """
 
-    dropped_choices: Tensor
-
     def __init__(
         self,
         config: MoEConfig,
@@ -110,8 +108,9 @@ class MoELayer(nn.Module):
         self.ep = ep or Communicator.alone()
         self.ep_counts = ep_counts or self.ep
         self.links = self._links(ep_nodes, ep_windows)
-        # Choices dropped by `capacity_factor` in training, and all of them, since these were last cleared.
-        self.register_buffer("dropped_choices", torch.zeros(2, dtype=torch.int64, device=device), persistent=False)
+        # Choices of this rank's tokens dropped by `capacity_factor` in training, and all of them, since these were last
+        # cleared. No buffer: DDP overwrites those of all ranks with the first one's.
+        self.dropped_choices = torch.zeros(2, dtype=torch.int64, device=device)
         self.choices: Choices | None = None  # who chooses in the router's place, or watches
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
         self.router = Router(config, dtype, device, seed=None)
@@ -211,6 +210,8 @@ class MoELayer(nn.Module):
             ids, weights, config.num_experts, config.capacity_factor, by_score, token_mask
         )
         if self.training:
+            if self.dropped_choices.device != dropped.device:  # the layer was moved, or filled after the meta device
+                self.dropped_choices = torch.zeros_like(dropped)
             self.dropped_choices += dropped
         return ids, weights
 

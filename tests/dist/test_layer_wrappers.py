@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_moe import make_config
+from measures import calc_diff
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -300,3 +301,45 @@ def test_low_rank_adapters_on_two_ranks_with_all_else_frozen_equal_one() -> None
     assert set(summed) == set(expected) and len(expected) == 8 * 4 + 2
     for name, grad in expected.items():
         torch.testing.assert_close(summed[name], grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def _limited(rank: int) -> list[Tensor]:
+    """Choices that DDP's layer and a bare one drop in two micro-batches of this rank's tokens."""
+    counts = []
+    for wrap in (DistributedDataParallel, nn.Sequential):
+        layer = MoELayer(make_config(capacity_factor=0.5), dtype=torch.float64)
+        wrapped = wrap(layer)
+        for x in batch()[0][2 * rank : 2 * rank + 2].split(1):
+            wrapped(x).sum().backward()
+        counts.append(layer.dropped_choices)
+    return counts
+
+
+def test_ddp_leaves_each_rank_its_own_count_of_dropped_choices() -> None:
+    ranks = run_ranks(2, _limited)
+    assert all(torch.equal(in_ddp, bare) and bare[0] > 0 for in_ddp, bare in ranks)
+    assert not torch.equal(ranks[0][0], ranks[1][0])
+
+
+def _in_bf16(rank: int | None, wrapper: Callable[[Model, bool], nn.Module] | None, ep: bool) -> dict[str, Tensor]:
+    """fp32 parameters under autocast; None: one process with all tokens and no wrapper."""
+    options = dict(ep_group=dist.group.WORLD, average_gradients=True) if ep else {}
+    model = Model(MoELayer(make_config(aux_loss_weight=0.1, num_groups=1, top_groups=1, top_k=8), **options)).float()
+    wrapped = model if wrapper is None else wrapper(model, ep)
+    x, target = (values.float()[slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)] for values in batch())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, aux = wrapped(x)
+    ((y.float() - target).square().mean() + aux).backward()
+    return results(model, y.detach().float())
+
+
+@pytest.mark.parametrize("ep", [False, True], ids=["dp2", "ep2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "checkpoint"])
+def test_two_ranks_under_autocast_equal_the_bare_layer_under_it(name: str, ep: bool) -> None:
+    """All experts of each token: rounding then moves no choice."""
+    ranks, expected = run_ranks(2, _in_bf16, WRAPPERS[name], ep), _in_bf16(None, None, False)
+    expected_out = expected.pop("out")
+    assert calc_diff(torch.cat([found.pop("out") for found in ranks]), expected_out) < 1e-5
+    for found in ranks:
+        for key, value in found.items():
+            assert value.dtype == torch.float32 and calc_diff(value, expected[key]) < 1e-3, key

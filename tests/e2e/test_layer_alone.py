@@ -7,6 +7,7 @@ import io
 
 import torch
 import torch.distributed as dist
+from dense_moe import make_config
 from torch import Tensor, nn
 
 from moe_engine.config.schema import MoEConfig
@@ -127,3 +128,14 @@ def test_frozen_experts_and_frozen_router_are_left_alone() -> None:
     assert all(p.grad is None for layer in model.moe for p in layer.experts.parameters())
     assert all(layer.router.weight.grad is None for layer in model.moe)
     assert all(layer.shared.down.weight.grad.any() for layer in model.moe)
+
+
+def test_a_compiled_layer_drops_what_an_ordinary_one_drops() -> None:
+    layer, x = (
+        MoELayer(make_config(capacity_factor=0.7)),
+        torch.randn(2, 20, 24, generator=torch.Generator().manual_seed(0)),
+    )
+    out, dropped = layer(x), layer.dropped_choices.clone()
+    layer.dropped_choices.zero_()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(compiled, out) and torch.equal(layer.dropped_choices, dropped) and dropped[0] > 0
