@@ -22,7 +22,8 @@ from moe_engine.bench.ranks import run_ranks
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.model.core_attention import fused_attention
-from moe_engine.ops.attention import Visible, attention, whole_rows
+from moe_engine.ops.attention import attention
+from moe_engine.ops.visible import whole_rows
 
 OURS = "moe_engine"
 TORCH = "torch_sdpa"
@@ -152,7 +153,7 @@ def measure(rank: int, device: torch.device, sizes: list[int], dtype: str, warmu
     q, k, v, d_out = (torch.randn(*shape, generator=chance).to(DTYPES[dtype]) for shape in shapes)
     visible, scale = whole_rows(S), d**-0.5
     candidates = {
-        OURS: lambda q, k, v: _ours(q, k, v, visible, scale),
+        OURS: lambda q, k, v: attention(q, k, v, visible, scale),
         TORCH: lambda q, k, v: fused_attention(q, k, v, scale),
     }
     truth = _formula(q, k, v, d_out, scale)
@@ -169,10 +170,6 @@ def measure(rank: int, device: torch.device, sizes: list[int], dtype: str, warmu
         if index >= warmup * len(right):
             samples[name].append({"forward": middle - start, "backward": end - middle})
     return {"verdicts": {name: asdict(verdict) for name, verdict in verdicts.items()}, "samples": samples}
-
-
-def _ours(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
-    return attention(q, k, v, visible, scale)[0]
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float) -> list[Tensor]:

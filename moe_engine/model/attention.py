@@ -12,6 +12,7 @@ Both go in three parts: `project`, `core` (softmax(QK^T)V, the one that communic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.batch import Batch
 from moe_engine.model.context_parallel import ContextParallel, KeysValues, Latents, SharedRows, shared_attention
-from moe_engine.model.core_attention import core_attention
+from moe_engine.model.core_attention import core_attention, latent_core_attention, reads_latent_projections
 from moe_engine.model.layers import RMSNorm
 from moe_engine.model.rope import angles, rotate, score_growth
-from moe_engine.ops.attention import Visible, whole_rows
 from moe_engine.ops.linear import Linear, linears
 from moe_engine.ops.recompute import Segments, segment
+from moe_engine.ops.rotary import Turn
+from moe_engine.ops.visible import Visible, whole_rows
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 
@@ -33,7 +35,8 @@ class SequenceContext:
     """What every layer needs to know of a micro-batch's rows, made once per micro-batch and stage.
 
     cos, sin [B, S, 1, rope/2]: rotary angles; visible: which keys a query sees; token_mask [T] bool or None: False for
-    padding; shared: where other ranks hold the rest of the rows, what is seen of it (`visible` is then of this part).
+    padding; interleaved: how numbers that turn together lie (see `rotate`); shared: where other ranks hold the rest of
+    the rows, what is seen of it (`visible` is then of this part).
     """
 
     shape: tuple[int, int]
@@ -41,7 +44,13 @@ class SequenceContext:
     sin: Tensor
     visible: Visible
     token_mask: Tensor | None
+    interleaved: bool = True
     shared: SharedRows | None = None
+
+    @cached_property
+    def turn(self) -> Turn:
+        """The angles for vectors that turn in place."""
+        return Turn.of(self.cos, self.sin, self.interleaved)
 
 
 def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> SequenceContext:
@@ -54,6 +63,7 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
         sin=sin,
         visible=_visible(batch.document_ids, batch.token_mask),
         token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
+        interleaved=model.rope_style == "interleaved",
         shared=None if batch.shard is None else SharedRows(batch.shard),
     )
 
@@ -90,7 +100,7 @@ class Attention(nn.Module):
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D] -> queries, keys, values, [B, S, heads, …]; or queries and a latent payload's two tensors."""
+        """x [T, D] -> queries, keys, values, [B, S, heads, …]; or what else of them the core reads."""
         raise NotImplementedError
 
     def core(
@@ -110,11 +120,15 @@ class Attention(nn.Module):
             )
             return y.flatten(2).flatten(0, 1)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return core_attention(q, k, v, context.visible, self._scale()).flatten(2).flatten(0, 1)
+        def attend(*projected: Tensor) -> Tensor:
+            return self._attend(*projected, context).flatten(2).flatten(0, 1)
 
         result: Tensor = segment(segments, "attention", attend, *projected)
         return result
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        """The core on one rank, of what `project` gave: [B, S, H, value]."""
+        return core_attention(q, k, v, context.visible, self._scale())
 
     def _payload(self, first: Tensor, second: Tensor) -> KeysValues | Latents:
         """What `project` gave beside the queries, as what travels."""
@@ -147,13 +161,25 @@ class LatentAttention(Attention):
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values; or, where latents travel, [B, S, rank] and [B, S, rope]; or, where the core reads
+        projections, not yet turned queries, [B, S, H, nope + v] and [B, S, rope].
+        """
         into_queries = self.q_down if self.model.q_lora_rank else self.q_proj
         queries, latent = linears(x, [into_queries, self.kv_down], queue)
         q = self._queries(queries, context, queue, segments)
         return q, *self._keys_values(latent, context, queue, segments)
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        if v.dim() == 4:
+            return super()._attend(q, k, v, context)
+        value = self.model.v_head_dim
+        return latent_core_attention(q, k, v, context.visible, self._scale(), context.turn, value)
+
     def _scale(self) -> float:
         return (self.model.qk_nope_head_dim + self.model.qk_rope_head_dim) ** -0.5 * score_growth(self.model)
+
+    def _core_turns(self, x: Tensor, context: SequenceContext) -> bool:
+        return context.shared is None and reads_latent_projections(x.device, context.visible)
 
     def _sends_latents(self, context: SequenceContext) -> bool:
         return context.shared is not None and self.cp is not None and self.cp.payload == "latent"
@@ -168,11 +194,13 @@ class LatentAttention(Attention):
     def _queries(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> Tensor:
-        """From the first projection of x: [B, S, H, nope + rope]."""
+        """From the first projection of x: [B, S, H, nope + rope], turned unless the core does that."""
         nope, rope = self.model.qk_nope_head_dim, self.model.qk_rope_head_dim
 
         def turned(q: Tensor) -> Tensor:
             heads = q.view(*context.shape, self.model.num_heads, nope + rope)
+            if self._core_turns(q, context):
+                return heads
             return rotate(heads, context.cos, context.sin, self.model.rope_style)
 
         if not self.model.q_lora_rank:
@@ -184,9 +212,7 @@ class LatentAttention(Attention):
     def _keys_values(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor]:
-        """From the latent and the rotary key: [B, S, H, nope + rope] and [B, S, H, v]; or, where latents travel,
-        [B, S, rank] and [B, S, rope].
-        """
+        """From the latent and the rotary key, see `project`."""
         model = self.model
         latent, k_rope = x.split((model.kv_lora_rank, model.qk_rope_head_dim), dim=-1)
         nope, value = model.qk_nope_head_dim, model.v_head_dim
@@ -196,6 +222,8 @@ class LatentAttention(Attention):
 
         def up(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
             kv = self.kv_up(latent, queue).view(*context.shape, model.num_heads, nope + value)
+            if self._core_turns(kv, context):
+                return kv, self._turned(k_rope, context)[:, :, 0]
             k_nope, v = kv.split((nope, value), dim=-1)
             return torch.cat((k_nope, self._turned(k_rope, context).expand(-1, -1, model.num_heads, -1)), dim=-1), v
 

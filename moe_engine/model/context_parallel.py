@@ -32,11 +32,11 @@ from moe_engine.layout import shard_chunks
 from moe_engine.model.batch import Shard
 from moe_engine.model.core_attention import core_attention, share_backward, share_forward
 from moe_engine.model.paired_attention import PairedVisible, Pairs, find_pairs, merge
-from moe_engine.ops.attention import Visible
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.fp8 import Fp8Rows
 from moe_engine.ops.fp8_linear import fp8_linears
 from moe_engine.ops.linear import Linear, linear
+from moe_engine.ops.visible import Visible
 from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
 
 

@@ -23,7 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.model.paired_attention import Flash, PairedVisible, paired_backward, paired_forward
-from moe_engine.ops.attention import Visible, attention, attention_backward, attention_forward
+from moe_engine.ops.attention import attention, attention_backward, attention_forward
+from moe_engine.ops.rotary import Turn
+from moe_engine.ops.short_attention import is_short, latent_attention
+from moe_engine.ops.visible import Visible
 
 FLASH_HEAD = 256  # the largest head size of FlashAttention
 
@@ -34,12 +37,27 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: flo
     G divides H: head g of keys and values serves the queries of heads g H/G … (g+1) H/G - 1.
     """
     if not q.is_cuda:
-        return attention(q, k, v, visible, scale)[0]
+        return attention(q, k, v, visible, scale)
     if visible.q_documents is not None or not (visible.whole_causal or not visible.causal):
         return _flex(q, k, v, visible, scale)
     if _flash3_serves(q):
         return _flash3(q, k, v, scale, visible.causal)
     return fused_attention(q, k, v, scale, visible.causal)
+
+
+def reads_latent_projections(device: torch.device, visible: Visible) -> bool:
+    """Whether `latent_core_attention` is there for these; else `core_attention`, of whole keys and turned queries."""
+    return is_short(device, visible)
+
+
+def latent_core_attention(
+    q: Tensor, kv: Tensor, k_rope: Tensor, visible: Visible, scale: float, turn: Turn, value: int
+) -> Tensor:
+    """`core_attention` of keys and values as their projection leaves them, with what is still to be done to queries.
+
+    q [B, S, H, n + r]; kv [B, S, H, n + value]; k_rope [B, S, r], turned, of all heads -> [B, S, H, value].
+    """
+    return latent_attention(q, kv, k_rope, visible, scale, turn, value)
 
 
 def share_forward(

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.ops.attention import Visible
+from moe_engine.ops.visible import Visible
 
 WIDTH = 8  # of which FlashAttention's head sizes are multiples
 

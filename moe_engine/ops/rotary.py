@@ -7,6 +7,7 @@ cache (elsewhere in few large ones, each of which starts its kernels anew), and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,31 @@ from torch import Tensor
 
 CPU_BLOCK_ELEMENTS = 1 << 17
 BLOCK_ELEMENTS = 1 << 24  # on a device: bounds the memory of a pass, 64 MB in fp32
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The turning of wide vectors in place, a row at a time: cos, sin [B, S, 1, rope], an angle for each number."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, interleaved: bool) -> Turn:
+        """cos, sin [B, S, 1, rope/2]: an angle for each pair."""
+        return cls(*(_for_each(angle, interleaved) for angle in (cos, sin)), interleaved)
+
+    @property
+    def back(self) -> Turn:
+        return Turn(self.cos, -self.sin, self.interleaved)
+
+    def end(self, x: Tensor, row: int) -> None:
+        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`."""
+        end = x[..., x.shape[-1] - self.cos.shape[-1] :]
+        pairs = end.clone(memory_format=torch.contiguous_format)
+        torch.mul(pairs, self.cos[row], out=end)
+        end.add_(_quarter(pairs, self.interleaved).mul_(self.sin[row]))
 
 
 class _Rotate(torch.autograd.Function):
@@ -30,9 +56,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    cos, sin = (
-        angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1) for angle in (cos, sin)
-    )
+    cos, sin = (_for_each(angle, interleaved) for angle in (cos, sin))
     (heads, n), rope = x.shape[-2:], cos.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, turned, cos, sin = x.flatten(0, -3), out.view(-1, heads, n), cos.flatten(0, -3), sin.flatten(0, -3)
@@ -45,6 +69,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         pairs = rows[part, :, n - rope :].to(cos.dtype, memory_format=torch.contiguous_format)
         turned[part, :, n - rope :] = (pairs * cos[part]).add_(_quarter(pairs, interleaved).mul_(sin[part]))
     return out
+
+
+def _for_each(angle: Tensor, interleaved: bool) -> Tensor:
+    """An angle for each number from one for each pair."""
+    return angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)
 
 
 def _quarter(x: Tensor, interleaved: bool) -> Tensor:

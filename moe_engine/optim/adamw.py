@@ -1,13 +1,16 @@
 """AdamW on flat tensors.
 
-Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2. Every operation is
-elementwise, so the update of an element does not depend on which shard it lies in. Operations and their order are
-those of torch.optim.AdamW's single-tensor path, so that fp32 results have its bits.
+Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2. Torch's fused kernel:
+one pass over parameter, moments and gradient, and the bits of torch.optim.AdamW(fused=True). The update of an element
+does not depend on which shard it lies in, as long as shards are whole multiples of `layout.ALIGNMENT` elements: on a
+CPU the kernel rounds what is left at the end of a tensor differently.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
 
 
 def adamw(
@@ -27,10 +30,20 @@ def adamw(
 
     `step` counts from 1: it is the number of this update, for the bias corrections.
     """
-    if weight_decay != 0:
-        master.mul_(1 - lr * weight_decay)
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    step_size = lr / (1 - beta1**step)
-    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
-    master.addcdiv_(exp_avg, denominator, value=-step_size)
+    done = torch.full((), step - 1, dtype=torch.float32, device=master.device)  # torch counts this update itself
+    torch_adamw(
+        [master],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        max_exp_avg_sqs=[],
+        state_steps=[done],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )

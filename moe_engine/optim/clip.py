@@ -92,11 +92,19 @@ def _numel_by_name(parts: Iterable[tuple[str, int, int]]) -> dict[str, int]:
 
 def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int, chunk: int) -> Tensor:
     """Sum of (gradient * 2^exponent)^2 as [integer part, rest in units of 2^-low_bits], int64 [2]."""
+    # The scale is a power of two: after the squares and their sums it gives the same bits, of fewer numbers. Squares of
+    # fp64 gradients could leave fp64's range first.
+    late = gradient.dtype != torch.float64
     scale, total = math.ldexp(1.0, exponent), torch.zeros(2, dtype=torch.int64, device=gradient.device)
     for block in gradient.split(BLOCK if gradient.device.type == "cpu" else DEVICE_BLOCK):
-        squares = block.to(torch.float64, copy=True).mul_(scale).square_()
+        squares = block.to(torch.float64, copy=True)
+        if not late:
+            squares.mul_(scale)
+        squares.square_()
         if chunk > 1:
             squares = squares.view(-1, chunk).sum(dim=1)
+        if late:
+            squares.mul_(scale**2)
         whole = squares.floor()
         rest = squares.sub_(whole).mul_(2.0**low_bits).round_()
         total += torch.stack([whole.long().sum(), rest.long().sum()])

@@ -34,7 +34,7 @@ from moe_engine.optim.clip import GradientNorm, clip_scale
 from moe_engine.optim.relocate import Move, Stacked, exchange
 
 BLOCK = 1 << 22  # elements of a shard communicated at a time: bounds what a reduction or a gather needs beside
-UPDATE_BLOCK = 1 << 16  # elements updated at a time: the passes over master, moments and gradient stay in a CPU's cache
+UPDATE_BLOCK = 1 << 19  # elements updated at a time on a CPU: what one pass wrote, the next still finds in the cache
 
 
 class Shard(NamedTuple):
@@ -156,8 +156,13 @@ class _Bucket:
         for block in self._blocks():
             shard[block] = self.communicator.reduce_scatter_sum(by_rank[:, block].reshape(-1), "gradients")
 
+    @property
+    def own_values(self) -> Tensor:
+        """This rank's part of the buffer of values."""
+        return self.values.view(self.communicator.size, -1)[self.communicator.rank]
+
     def update(self, optim: OptimConfig, step: int, lr: float, scale: float) -> None:
-        """AdamW on the shard, with gradients multiplied by `scale`."""
+        """AdamW on the shard, with gradients multiplied by `scale`; its values follow."""
         size = UPDATE_BLOCK if self.master.device.type == "cpu" else BLOCK
         for block in self._blocks(size):
             gradient = self.gradient_shard[block].to(self.master.dtype)
@@ -173,16 +178,21 @@ class _Bucket:
                 eps=optim.eps,
                 weight_decay=self.weight_decay,
             )
+            self.own_values[block] = self.master[block]
+
+    def follow_master(self) -> None:
+        """Set the whole parameters from the masters of all sharers."""
+        self.own_values.copy_(self.master)
+        self.gather()
 
     def gather(self) -> None:
-        """Set the whole parameters from the masters of all sharers."""
+        """Set the whole parameters from all sharers' own values."""
         if self.communicator.size == 1:
-            self.values.copy_(self.master)
             return
-        by_rank = self.values.view(self.communicator.size, -1)
+        by_rank, own = self.values.view(self.communicator.size, -1), self.own_values
         for block in self._blocks():
-            own = self.master[block].to(self.values.dtype)
-            by_rank[:, block] = self.communicator.all_gather(own, "parameters").view(self.communicator.size, -1)
+            gathered = self.communicator.all_gather(own[block], "parameters")
+            by_rank[:, block] = gathered.view(self.communicator.size, -1)
 
     def move_experts(self, members: list[NamedParameter], moves: Mapping[int, Move], groups: Groups) -> bool:
         """`ZeroOptimizer.move_experts` for this bucket, whose members become `members`; False: none of them moves."""
@@ -241,7 +251,7 @@ class ZeroOptimizer:
     def set_parameters_from_masters(self) -> None:
         """Gather the parameters anew; for after a checkpoint was loaded into `named_shards`."""
         for bucket in self._buckets:
-            bucket.gather()
+            bucket.follow_master()
 
     @torch.no_grad()
     def move_experts(self, named: list[NamedParameter], moves: Mapping[int, Move]) -> None:
@@ -253,7 +263,7 @@ class ZeroOptimizer:
         by_parameter = {id(each.parameter): each for each in named}
         for bucket in self._buckets:
             if bucket.move_experts([by_parameter[id(old.parameter)] for old in bucket.members], moves, self.groups):
-                bucket.gather()
+                bucket.follow_master()
         self._norm.assign([(o.name, o.end - o.start, o.shape.numel()) for b in self._buckets for o in b.owned])
         self._reduced = False
 

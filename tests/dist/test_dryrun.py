@@ -64,7 +64,7 @@ def _measured(rank: int, config: Config) -> dict[str, Any]:
     """One step on a real rank with the routing and the rows of a dry run."""
     log = CollectiveLog()
     with LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_engine.ops.attention.KEPT_KEYS", 0)  # as on a GPU: no softmax is kept
+        patch.setattr("moe_engine.ops.short_attention.KEPT_KEYS", 0)  # as on a GPU: no softmax is kept
         unsent = _Unsent(patch)
         trainer = Trainer(config, rank, torch.device("cpu"), log)
         set_routing(trainer, 1.0)

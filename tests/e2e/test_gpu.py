@@ -16,7 +16,7 @@ from moe_engine import MoEConfig, MoELayer
 from moe_engine.model.batch import Shard
 from moe_engine.model.context_parallel import SharedRows
 from moe_engine.model.core_attention import core_attention, flash_serves, share_backward, share_forward
-from moe_engine.ops.attention import whole_rows
+from moe_engine.ops.visible import whole_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.core_attention import core_attention
 from moe_engine.model.rope import angles, frequencies, rotate, score_growth
-from moe_engine.ops.attention import KEY_TILE, whole_rows
+from moe_engine.ops.visible import KEY_TILE, whole_rows
 
 LONG = KEY_TILE + 88
 

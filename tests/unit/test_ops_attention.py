@@ -10,18 +10,11 @@ import torch
 from measures import calc_diff
 from torch import Tensor
 
-from moe_engine.ops.attention import (
-    EDGE,
-    HEADS,
-    KEY_TILE,
-    LONG_QUERY_BLOCK,
-    QUERY_BLOCK,
-    Visible,
-    attention,
-    attention_backward,
-    attention_forward,
-    whole_rows,
-)
+from moe_engine.ops.attention import attention, attention_backward, attention_forward
+from moe_engine.ops.attention_parts import HEADS
+from moe_engine.ops.rotary import Turn, rotate_end
+from moe_engine.ops.short_attention import latent_attention
+from moe_engine.ops.visible import EDGE, KEY_TILE, LONG_QUERY_BLOCK, QUERY_BLOCK, Visible, whole_rows
 
 
 def inputs(
@@ -56,15 +49,18 @@ def two_documents(B: int, S: int) -> Tensor:
     return (torch.arange(S)[None] >= torch.arange(1, B + 1)[:, None] * S // (B + 1)).int()
 
 
-def check(tensors: list[Tensor], d_out: Tensor, visible: Visible, d_lse: Tensor | None = None) -> None:
-    results = []
-    for function in (attention, formula):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out, lse = function(*leaves, visible, 0.3)
-        outputs, gradients = ([out], [d_out]) if d_lse is None else ([out, lse], [d_out, d_lse])
-        results.append([out, lse, *torch.autograd.grad(outputs, leaves, gradients)])
-    for ours, true in zip(*results, strict=True):
-        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
+def check(tensors: list[Tensor], d_out: Tensor, visible: Visible) -> None:
+    """Both what autograd knows and, for any length, the two functions that it may leave out."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    true_out, true_lse = formula(*leaves, visible, 0.3)
+    true = torch.autograd.grad(true_out, leaves, d_out)
+    out = attention(*leaves, visible, 0.3)
+    results = [[out, true_lse, *torch.autograd.grad(out, leaves, d_out)]]
+    out, lse = attention_forward(*tensors, visible, 0.3)
+    results.append([out, lse, *attention_backward(d_out, *tensors, out, lse, visible, 0.3)])
+    for found in results:
+        for ours, right in zip(found, (true_out, true_lse, *true), strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-11)
 
 
 LONG = KEY_TILE + LONG_QUERY_BLOCK + 17  # two tiles, and no whole number of blocks
@@ -132,11 +128,6 @@ def test_pieces_of_a_sequence_against_one_another_add_up_to_the_whole(S: int, pa
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-11)
 
 
-def test_the_log_sum_exp_has_a_gradient() -> None:
-    *tensors, d_out = inputs(2, 4, 2, 100, 6, 5)
-    check(tensors, d_out, whole_rows(100), d_out[..., 0].contiguous())
-
-
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient() -> None:
     for keys in (0, 40, LONG):
         q, k, v, d_out = inputs(2, 4, 2, 100, 6, 5, keys=keys)
@@ -156,7 +147,7 @@ def test_large_scores_do_not_overflow() -> None:
     results = []
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (100 * q, 100 * k, v)]
-        out, _ = attention(*leaves, whole_rows(LONG), 1.0)
+        out = attention(*leaves, whole_rows(LONG), 1.0)
         results.append([out, *torch.autograd.grad(out, leaves, d_out.to(dtype))])
     for found, right in zip(*results, strict=True):
         assert calc_diff(found, right) < 1e-5
@@ -169,7 +160,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(S: int, dtype: torch.dty
 
     def run(rows: slice) -> list[Tensor]:
         leaves = [x[rows].clone().requires_grad_() for x in tensors]
-        out, lse = attention(*leaves, whole_rows(S), 0.2)
+        out = attention(*leaves, whole_rows(S), 0.2)
+        lse = attention_forward(*(x[rows] for x in tensors), whole_rows(S), 0.2)[1]
         return [out, lse, *torch.autograd.grad(out, leaves, d_out[rows])]
 
     whole = run(slice(0, 5))
@@ -250,16 +242,43 @@ def test_what_is_saved_is_linear_in_the_length(S: int) -> None:
     H = 4
     q, k, v, _ = inputs(1, H, H, S, 8, 8)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        out, lse = attention(q.requires_grad_(), k, v, whole_rows(S), 0.3)
-    softmax = sum(saved) - sum(x.numel() for x in (q, k, v, out, lse))
-    assert softmax == (H * sum(QUERY_BLOCK * (i + 1) * QUERY_BLOCK for i in range(4)) if S <= KEY_TILE else 0)
+        out = attention(q.requires_grad_(), k, v, whole_rows(S), 0.3)
+    more = sum(saved) - sum(x.numel() for x in (q, k, v))
+    softmax, log_sums = H * sum(QUERY_BLOCK * (i + 1) * QUERY_BLOCK for i in range(4)), H * S
+    assert more == (softmax if S <= KEY_TILE else out.numel() + log_sums)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("H", [1, HEADS + 2])
+def test_latent_attention_is_that_of_turned_queries_and_whole_keys(H: int, interleaved: bool) -> None:
+    B, S, own, rope, value = 2, 2 * QUERY_BLOCK + 9, 6, 4, 5
+    chance = torch.Generator().manual_seed(3)
+    shapes = (B, S, H, own + rope), (B, S, H, own + value), (B, S, rope), (B, S, H, value)
+    q, kv, k_rope, d_out = (torch.randn(*shape, generator=chance, dtype=torch.float64) for shape in shapes)
+    cos, sin = (torch.randn(B, S, 1, rope // 2, generator=chance, dtype=torch.float64) for _ in range(2))
+    visible = whole_rows(S, two_documents(B, S))
+
+    def plain(q: Tensor, kv: Tensor, k_rope: Tensor) -> Tensor:
+        k = torch.cat((kv[..., :own], k_rope[:, :, None].expand(-1, -1, H, -1)), dim=3)
+        return formula(rotate_end(q, cos, sin, interleaved), k, kv[..., own:], visible, 0.3)[0]
+
+    def fused(q: Tensor, kv: Tensor, k_rope: Tensor) -> Tensor:
+        return latent_attention(q, kv, k_rope, visible, 0.3, Turn.of(cos, sin, interleaved), value)
+
+    results = []
+    for function in (plain, fused):
+        leaves = [x.clone().requires_grad_() for x in (q, kv, k_rope)]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, d_out)])
+    for right, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
 
 
 def test_works_under_autocast() -> None:
     q, k, v, _ = inputs(1, 2, 2, 20, 8, 8, torch.float32)
-    expected, _ = attention(q, k, v, whole_rows(20), 0.3)
+    expected = attention(q, k, v, whole_rows(20), 0.3)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = attention(q, k, v, whole_rows(20), 0.3)
+        found = attention(q, k, v, whole_rows(20), 0.3)
     assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 

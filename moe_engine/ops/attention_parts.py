@@ -1,0 +1,117 @@
+"""What the kinds of attention on a CPU share: a few heads of a row at a time, their buffers, and masking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_engine.ops.threads import share_out
+from moe_engine.ops.visible import KEY_TILE, Step, Visible
+
+HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
+LONG_HEADS = 2  # as many where keys are more than one tile
+SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
+
+
+class Piece(NamedTuple):
+    """A few heads of one row, the number-th: key-value heads, the query heads they serve, and how many each serves."""
+
+    row: int
+    number: int
+    heads: slice
+    queries: slice
+    group: int
+
+
+class Scratch:
+    """Buffers that are made once a call and used for every few heads: they stay in the cache, and mapped.
+
+    dtype: fp32, or fp64 for fp64 tensors.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What `name` held in this shape before, or zeros."""
+        if (name, *shape) not in self._buffers:
+            self._buffers[name, *shape] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._buffers[name, *shape]
+
+    def keys(self, name: str, x: Tensor, piece: Piece, fill: int = 0) -> Tensor:
+        """x [B, S, heads, n] -> the piece's [heads, S, n + fill], the last `fill` columns as they were, 0 at first."""
+        x = x[piece.row, :, piece.heads]
+        S, heads, n = x.shape
+        wide = self(name, (heads, S, n + fill))
+        (wide[..., :n] if fill else wide).copy_(x.transpose(0, 1))
+        return wide
+
+    def queries(self, name: str, x: Tensor, piece: Piece, fill: int = 0) -> Tensor:
+        """x [B, S, query heads, n] -> the piece's [key-value heads, S, H/G, n + fill]."""
+        x = x[piece.row, :, piece.queries]
+        S, n = x.shape[0], x.shape[2]
+        x = x.unflatten(1, (-1, piece.group)).transpose(0, 1)
+        wide = self(name, (x.shape[0], S, piece.group, n + fill))
+        (wide[..., :n] if fill else wide).copy_(x)
+        return wide
+
+    def product(self, name: str, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
+        """Batched matrix product times a factor."""
+        out = self(name, (a.shape[0], a.shape[1], b.shape[2]))
+        return torch.baddbmm(out, a, b, beta=0, alpha=factor, out=out)
+
+
+def cut(x: Tensor, dim: int, part: slice) -> Tensor:
+    return x.narrow(dim, part.start, part.stop - part.start)
+
+
+def rows_of(x: Tensor, queries: slice) -> Tensor:
+    """x [heads, S, H/G, n] -> the queries' rows, [heads, rows * H/G, n]: no copy."""
+    return cut(x, 1, queries).flatten(1, 2)
+
+
+def hide(scores: Tensor, visible: Visible, row: int, step: Step, group: int) -> None:
+    """Set what queries may not see to -inf: scores [heads, queries * H/G, keys of the step]."""
+    if step.edge is None:
+        return
+    edge = scores.narrow(2, step.edge.start - step.keys.start, step.edge.stop - step.edge.start)
+    mask = visible.mask(row, step, scores.dtype)
+    if group == 1:
+        edge.add_(mask)
+    else:
+        edge.unflatten(1, (-1, group)).add_(mask[:, None])
+
+
+def heads_at_once(q: Tensor, k: Tensor) -> int:
+    """Key-value heads of a piece: q [B, Sq, H, …], k [B, Sk, G, …]."""
+    H, (Sk, G) = q.shape[2], k.shape[1:3]
+    return max(1, (HEADS if Sk <= KEY_TILE else LONG_HEADS) * G // H)
+
+
+def for_pieces(attend: Callable[[Scratch, Piece], None], q: Tensor, k: Tensor, visible: Visible) -> None:
+    """`attend` for each row and a few heads: q [B, Sq, H, …], k [B, Sk, G, …]. Tensors without data: for none."""
+    (B, Sq, H), (Sk, G) = q.shape[:3], k.shape[1:3]
+    if q.is_meta:
+        return
+    group, at_once = H // G, heads_at_once(q, k)
+    pieces = []
+    for b in range(B):
+        visible.steps_of(b)  # found here, not by several threads at once
+        for number, start in enumerate(range(0, G, at_once)):
+            stop = min(start + at_once, G)
+            pieces.append(Piece(b, number, slice(start, stop), slice(start * group, stop * group), group))
+
+    def work(some: Sequence[Piece]) -> None:
+        scratch = Scratch(q)
+        for piece in some:
+            attend(scratch, piece)
+
+    if q.device.type == "cpu" and B * H * Sq * Sk >= SHARED_PAIRS:
+        share_out(work, pieces)
+    else:
+        with torch.no_grad():
+            work(pieces)
