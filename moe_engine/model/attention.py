@@ -120,8 +120,8 @@ class Attention(nn.Module):
             )
             return y.flatten(2).flatten(0, 1)
 
-        def attend(*projected: Tensor) -> Tensor:
-            return self._attend(*projected, context).flatten(2).flatten(0, 1)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend(q, k, v, context).flatten(2).flatten(0, 1)
 
         result: Tensor = segment(segments, "attention", attend, *projected)
         return result
@@ -161,8 +161,8 @@ class LatentAttention(Attention):
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, and keys and values; or, where latents travel, [B, S, rank] and [B, S, rope]; or, where the core reads
-        projections, not yet turned queries, [B, S, H, nope + v] and [B, S, rope].
+        """Queries, keys and values; or, where latents travel, queries, [B, S, rank] and [B, S, rope]; or, where the
+        core reads projections, queries that are not yet turned, [B, S, H, nope + v] and [B, S, rope].
         """
         into_queries = self.q_down if self.model.q_lora_rank else self.q_proj
         queries, latent = linears(x, [into_queries, self.kv_down], queue)

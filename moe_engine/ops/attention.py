@@ -153,7 +153,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return *attention_backward(grads[0], *ctx.saved_tensors, ctx.visible, ctx.scale), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *attention_backward(grads[0], q, k, v, out, lse, ctx.visible, ctx.scale), None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:

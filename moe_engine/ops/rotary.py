@@ -19,27 +19,33 @@ BLOCK_ELEMENTS = 1 << 24  # on a device: bounds the memory of a pass, 64 MB in f
 
 @dataclass(frozen=True)
 class Turn:
-    """The turning of wide vectors in place, a row at a time: cos, sin [B, S, 1, rope], an angle for each number."""
+    """The turning of wide vectors in place, a row at a time. factors [B, S, 1, rope/2]: cos + i sin of each pair."""
 
-    cos: Tensor
-    sin: Tensor
+    factors: Tensor
     interleaved: bool
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor, interleaved: bool) -> Turn:
-        """cos, sin [B, S, 1, rope/2]: an angle for each pair."""
-        return cls(*(_for_each(angle, interleaved) for angle in (cos, sin)), interleaved)
+        """cos, sin [B, S, 1, rope/2], in fp32 (fp64)."""
+        return cls(torch.complex(cos, sin), interleaved)
 
     @property
     def back(self) -> Turn:
-        return Turn(self.cos, -self.sin, self.interleaved)
+        return Turn(self.factors.conj().resolve_conj(), self.interleaved)
 
     def end(self, x: Tensor, row: int) -> None:
-        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`."""
-        end = x[..., x.shape[-1] - self.cos.shape[-1] :]
-        pairs = end.clone(memory_format=torch.contiguous_format)
-        torch.mul(pairs, self.cos[row], out=end)
-        end.add_(_quarter(pairs, self.interleaved).mul_(self.sin[row]))
+        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`.
+
+        One pass. Pairs of a vector are the innermost loop, so its bits do not depend on what is beside it.
+        """
+        end = x[..., x.shape[-1] - 2 * self.factors.shape[-1] :]
+        if self.interleaved:
+            torch.view_as_complex(end.unflatten(-1, (-1, 2))).mul_(self.factors[row])
+        else:
+            first, second = end.chunk(2, dim=-1)
+            turned = torch.complex(first, second).mul_(self.factors[row])
+            first.copy_(turned.real)
+            second.copy_(turned.imag)
 
 
 class _Rotate(torch.autograd.Function):

@@ -117,7 +117,8 @@ def _backward(d_out: Tensor, x: _Operands, to: _Gradients, visible: Visible, sca
         steps = visible.steps_of(piece.row)[::-1]
         add = 0 if steps and steps[0].keys == slice(0, k.shape[1]) else 1
         if add:
-            d_k.zero_(), d_v.zero_()
+            d_k.zero_()
+            d_v.zero_()
         for step in steps:
             softmax = kept[piece.row, piece.heads.start, step.queries.start]
             q_block, d_block = rows_of(q, step.queries), rows_of(d_rows, step.queries)
@@ -191,7 +192,8 @@ class _LatentAttention(torch.autograd.Function):
         x = _latent_operands(q, kv, k_rope, turn, ctx.value)
         d_q, d_kv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, kv))
         pieces = -(-kv.shape[2] // heads_at_once(q, kv))
-        shared = torch.empty(pieces, *k_rope.shape, dtype=turn.cos.dtype, device=q.device)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        shared = torch.empty(pieces, *k_rope.shape, dtype=wide, device=q.device)
         d_k, d_v = d_kv.split((kv.shape[3] - ctx.value, ctx.value), dim=3)
         _backward(grads[0], x, _Gradients(d_q, d_k, d_v, shared, turn.back), ctx.visible, ctx.scale, kept)
         return d_q, d_kv, shared.sum(dim=0).to(k_rope.dtype), None, None, None, None
