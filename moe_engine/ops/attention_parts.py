@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from moe_engine.ops.visible import KEY_TILE, Step, Visible
 HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
 LONG_HEADS = 2  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
+
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -35,12 +37,21 @@ class Scratch:
     def __init__(self, like: Tensor) -> None:
         self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._made: dict[tuple[int, int], Any] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """What `name` held in this shape before, or zeros."""
         if (name, *shape) not in self._buffers:
             self._buffers[name, *shape] = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return self._buffers[name, *shape]
+
+    def once(self, piece: Piece, visible: Visible, make: Callable[[], T]) -> T:
+        """What `make` gives of these buffers: made once for all pieces of as many heads whose rows see alike."""
+        key = piece.heads.stop - piece.heads.start, id(visible.steps_of(piece.row))
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def keys(self, name: str, x: Tensor, piece: Piece, fill: int = 0) -> Tensor:
         """x [B, S, heads, n] -> the piece's [heads, S, n + fill], the last `fill` columns as they were, 0 at first."""
@@ -74,16 +85,20 @@ def rows_of(x: Tensor, queries: slice) -> Tensor:
     return cut(x, 1, queries).flatten(1, 2)
 
 
-def hide(scores: Tensor, visible: Visible, row: int, step: Step, group: int) -> None:
-    """Set what queries may not see to -inf: scores [heads, queries * H/G, keys of the step]."""
+def hidden(scores: Tensor, visible: Visible, row: int, step: Step, group: int) -> tuple[Tensor, Tensor] | None:
+    """What `hide` adds a mask to, and the mask; None where all is seen."""
     if step.edge is None:
-        return
+        return None
     edge = scores.narrow(2, step.edge.start - step.keys.start, step.edge.stop - step.edge.start)
     mask = visible.mask(row, step, scores.dtype)
-    if group == 1:
-        edge.add_(mask)
-    else:
-        edge.unflatten(1, (-1, group)).add_(mask[:, None])
+    return (edge, mask) if group == 1 else (edge.unflatten(1, (-1, group)), mask[:, None])
+
+
+def hide(scores: Tensor, visible: Visible, row: int, step: Step, group: int) -> None:
+    """Set what queries may not see to -inf: scores [heads, queries * H/G, keys of the step]."""
+    found = hidden(scores, visible, row, step, group)
+    if found is not None:
+        found[0].add_(found[1])
 
 
 def heads_at_once(q: Tensor, k: Tensor) -> int:

@@ -12,12 +12,12 @@ keys nor turned queries ever exist whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, heads_at_once, hide, rows_of
+from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, heads_at_once, hidden, rows_of
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.rotary import Turn
 from moe_engine.ops.visible import KEY_TILE, Visible
@@ -88,19 +88,47 @@ class _Gradients:
 _Kept = dict[tuple[int, int, int], Tensor]
 
 
+class _ForwardStep(NamedTuple):
+    """Views of the buffers that a step works on, the same for all pieces of a shape: made once a call."""
+
+    queries: slice
+    q: Tensor  # [heads, rows, d]
+    k_t: Tensor  # [heads, d, keys]
+    v: Tensor  # [heads, keys, e]
+    scores: Tensor  # [heads, rows, keys]
+    edge: tuple[Tensor, Tensor] | None  # the part of the scores that a mask is added to, and the mask
+    result: Tensor  # [heads, rows, e]
+
+
+def _forward_steps(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, piece: Piece, scratch: Scratch
+) -> list[_ForwardStep]:
+    """q [heads, S, H/G, d], k [heads, S, d], v [heads, S, e], which are buffers."""
+    found = []
+    for step in visible.steps_of(piece.row):
+        q_rows, keys = rows_of(q, step.queries), cut(v, 1, step.keys)
+        scores = scratch("scores", (*q_rows.shape[:2], keys.shape[1]))
+        result = scratch("result", (*q_rows.shape[:2], v.shape[2]))
+        edge = hidden(scores, visible, piece.row, step, piece.group)
+        k_t = cut(k, 1, step.keys).transpose(1, 2)
+        found.append(_ForwardStep(step.queries, q_rows, k_t, keys, scores, edge, result))
+    return found
+
+
 def _forward(x: _Operands, visible: Visible, scale: float, kept: _Kept | None) -> Tensor:
     """Out [B, S, H, e] in v's dtype; `kept` is filled for `_backward`."""
     out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.v.dtype, device=x.q.device)
 
     def attend(scratch: Scratch, piece: Piece) -> None:
-        q, k_t, v = x.queries(scratch, piece), x.keys(scratch, piece).transpose(1, 2), scratch.keys("v", x.v, piece)
-        to = out[piece.row, :, piece.queries].unflatten(1, (-1, piece.group))  # [S, heads, H/G, e]
-        for step in visible.steps_of(piece.row):
-            scores = scratch.product("scores", rows_of(q, step.queries), cut(k_t, 2, step.keys), scale)
-            hide(scores, visible, piece.row, step, piece.group)
-            softmax = scores.softmax(dim=2)
-            block = scratch.product("block", softmax, cut(v, 1, step.keys))
-            cut(to, 0, step.queries).copy_(block.unflatten(1, (-1, piece.group)).transpose(0, 1))
+        q, k, v = x.queries(scratch, piece), x.keys(scratch, piece), scratch.keys("v", x.v, piece)
+        to = out[piece.row, :, piece.queries].unflatten(1, (-1, piece.group)).transpose(0, 1)  # [heads, S, H/G, e]
+        for step in scratch.once(piece, visible, lambda: _forward_steps(q, k, v, visible, piece, scratch)):
+            step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
+            if step.edge is not None:
+                step.edge[0].add_(step.edge[1])
+            softmax = step.scores.softmax(dim=2)
+            torch.bmm(softmax, step.v, out=step.result)
+            cut(to, 1, step.queries).copy_(step.result.unflatten(1, (-1, piece.group)))
             if kept is not None:
                 kept[piece.row, piece.heads.start, step.queries.start] = softmax
 
@@ -108,26 +136,62 @@ def _forward(x: _Operands, visible: Visible, scale: float, kept: _Kept | None) -
     return out
 
 
+class _BackwardStep(NamedTuple):
+    """As `_ForwardStep`. `first`: what gradients of keys and values are set to, not added to."""
+
+    queries: slice
+    q: Tensor  # [heads, rows, d]
+    k: Tensor  # [heads, keys, d]
+    v_t: Tensor  # [heads, e, keys]
+    d_out: Tensor  # [heads, rows, e]
+    d_q: Tensor  # [heads, rows, d]
+    d_k: Tensor  # [heads, keys, d]
+    d_v: Tensor  # [heads, keys, e]
+    d_softmax: Tensor  # [heads, rows, keys]
+    first: bool
+
+
+def _backward_steps(
+    operands: list[Tensor], gradients: list[Tensor], visible: Visible, piece: Piece, scratch: Scratch
+) -> list[_BackwardStep]:
+    """operands q, k, v, d_out and gradients of q, k, v, which are buffers.
+
+    The last queries first: they mostly see all keys, and what is set then need not be zero before.
+    """
+    q, k, v, d_out = operands
+    d_q, d_k, d_v = gradients
+    found: list[_BackwardStep] = []
+    for step in visible.steps_of(piece.row)[::-1]:
+        rows, keys = step.queries, step.keys
+        q_rows, d_rows = rows_of(q, rows), rows_of(d_out, rows)
+        k_, v_, d_k_, d_v_ = (cut(x, 1, keys) for x in (k, v, d_k, d_v))
+        d_softmax = scratch("d_softmax", (*q_rows.shape[:2], k_.shape[1]))
+        first = not found and keys == slice(0, k.shape[1])
+        found.append(
+            _BackwardStep(
+                rows, q_rows, k_, v_.transpose(1, 2), d_rows, rows_of(d_q, rows), d_k_, d_v_, d_softmax, first
+            )
+        )
+    return found
+
+
 def _backward(d_out: Tensor, x: _Operands, to: _Gradients, visible: Visible, scale: float, kept: _Kept) -> None:
     def attend(scratch: Scratch, piece: Piece) -> None:
-        q, k, v = x.queries(scratch, piece), x.keys(scratch, piece), scratch.keys("v", x.v, piece)
-        d_rows, v_t = scratch.queries("d_out", d_out, piece), v.transpose(1, 2)
-        d_q, d_k, d_v = scratch("d_q", q.shape), scratch("d_k", k.shape), scratch("d_v", v.shape)
-        # The last queries first: they mostly see all keys, and what is then set need not be zero before.
-        steps = visible.steps_of(piece.row)[::-1]
-        add = 0 if steps and steps[0].keys == slice(0, k.shape[1]) else 1
-        if add:
+        operands = [x.queries(scratch, piece), x.keys(scratch, piece), scratch.keys("v", x.v, piece)]
+        gradients = [scratch(name, like.shape) for name, like in zip(("d_q", "d_k", "d_v"), operands, strict=True)]
+        operands.append(scratch.queries("d_out", d_out, piece))
+        steps = scratch.once(piece, visible, lambda: _backward_steps(operands, gradients, visible, piece, scratch))
+        d_q, d_k, d_v = gradients
+        if not (steps and steps[0].first):
             d_k.zero_()
             d_v.zero_()
         for step in steps:
-            softmax = kept[piece.row, piece.heads.start, step.queries.start]
-            q_block, d_block = rows_of(q, step.queries), rows_of(d_rows, step.queries)
-            cut(d_v, 1, step.keys).baddbmm_(softmax.transpose(1, 2), d_block, beta=add)
-            d_softmax = scratch.product("d_softmax", d_block, cut(v_t, 2, step.keys))
-            d_scores = torch._softmax_backward_data(d_softmax, softmax, 2, softmax.dtype)
-            cut(d_k, 1, step.keys).baddbmm_(d_scores.transpose(1, 2), q_block, beta=add, alpha=scale)
-            rows_of(d_q, step.queries).baddbmm_(d_scores, cut(k, 1, step.keys), beta=0, alpha=scale)
-            add = 1
+            softmax, add = kept[piece.row, piece.heads.start, step.queries.start], 0 if step.first else 1
+            step.d_v.baddbmm_(softmax.transpose(1, 2), step.d_out, beta=add)
+            torch.bmm(step.d_out, step.v_t, out=step.d_softmax)
+            d_scores = torch._softmax_backward_data(step.d_softmax, softmax, 2, softmax.dtype)
+            step.d_k.baddbmm_(d_scores.transpose(1, 2), step.q, beta=add, alpha=scale)
+            step.d_q.baddbmm_(d_scores, step.k, beta=0, alpha=scale)
         to.put_queries(d_q, piece)
         to.put_keys_values(d_k, d_v, piece)
 

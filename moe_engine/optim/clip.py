@@ -94,21 +94,25 @@ def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int, chunk: int) 
     """Sum of (gradient * 2^exponent)^2 as [integer part, rest in units of 2^-low_bits], int64 [2]."""
     # The scale is a power of two: after the squares and their sums it gives the same bits, of fewer numbers. Squares of
     # fp64 gradients could leave fp64's range first.
-    late = gradient.dtype != torch.float64
-    scale, total = math.ldexp(1.0, exponent), torch.zeros(2, dtype=torch.int64, device=gradient.device)
-    for block in gradient.split(BLOCK if gradient.device.type == "cpu" else DEVICE_BLOCK):
-        squares = block.to(torch.float64, copy=True)
-        if not late:
-            squares.mul_(scale)
-        squares.square_()
-        if chunk > 1:
-            squares = squares.view(-1, chunk).sum(dim=1)
-        if late:
-            squares.mul_(scale**2)
-        whole = squares.floor()
-        rest = squares.sub_(whole).mul_(2.0**low_bits).round_()
+    first = math.ldexp(1.0, exponent) if gradient.dtype == torch.float64 else 1.0
+    last = 1.0 if gradient.dtype == torch.float64 else math.ldexp(1.0, 2 * exponent)
+    total = torch.zeros(2, dtype=torch.int64, device=gradient.device)
+    size = BLOCK if gradient.device.type == "cpu" else DEVICE_BLOCK
+    for part in gradient.split(size * chunk):
+        sums = torch.cat([_chunk_sums(block, first, chunk) for block in part.split(size)]).mul_(last)
+        whole = sums.floor()
+        rest = sums.sub_(whole).mul_(2.0**low_bits).round_()
         total += torch.stack([whole.long().sum(), rest.long().sum()])
     return total
+
+
+def _chunk_sums(block: Tensor, factor: float, chunk: int) -> Tensor:
+    """Sums of the squares of `chunk` elements times `factor`, in fp64."""
+    squares = block.to(torch.float64, copy=True)
+    if factor != 1:
+        squares.mul_(factor)
+    squares.square_()
+    return squares if chunk == 1 else squares.view(-1, chunk).sum(dim=1)
 
 
 def _norm(totals: Iterable[Sequence[int]], exponents: Sequence[int], half_bits: Sequence[int]) -> float:
