@@ -15,6 +15,7 @@ from moe_engine.config.schema import OptimConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.layout import Layout
 from moe_engine.optim.clip import GradientNorm
+from moe_engine.optim.zero import ALIGNMENT
 
 OPTIM = OptimConfig(weight_decay=0.1, clip=50.0, decay_embedding=False)
 LR = 3e-3
@@ -54,26 +55,31 @@ def _no_decay(name: str) -> bool:
 
 
 def _reference(dtype: torch.dtype) -> dict[str, Any]:
-    """torch.optim.AdamW on whole parameters, single-tensor path."""
-    parameters = {name: torch.nn.Parameter(value(name, dtype)) for name in SHAPES}
+    """torch's fused AdamW on whole parameters, filled up to whole vectors: it updates what is left by other code."""
+    parameters = {name: torch.nn.Parameter(_filled(value(name, dtype))) for name in SHAPES}
     groups = [
         {"params": [p for name, p in parameters.items() if _no_decay(name) == no_decay], "weight_decay": decay}
         for no_decay, decay in ((True, 0.0), (False, 0.1))
     ]
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
     norms = []
     for step in range(STEPS):
         norms.append(math.sqrt(math.fsum(float(gradient(name, step).square().sum()) for name in SHAPES)))
         scale = min(1.0, OPTIM.clip / norms[-1])
         for name, parameter in parameters.items():
-            parameter.grad = gradient(name, step).to(dtype) * scale
+            parameter.grad = _filled(gradient(name, step).to(dtype) * scale)
         adamw.step()
     found: dict[str, Any] = {"norms": norms, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, parameter in parameters.items():
-        found["master"][name] = parameter.detach()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            found[kind][name] = adamw.state[parameter][kind]
+        states = {"master": parameter.detach(), **adamw.state[parameter]}
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            found[kind][name] = states[kind][: math.prod(SHAPES[name])].view(SHAPES[name])
     return found
+
+
+def _filled(x: Tensor) -> Tensor:
+    """Flat, with zeros up to a multiple of ALIGNMENT elements."""
+    return torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ALIGNMENT))
 
 
 @pytest.fixture(scope="module")
