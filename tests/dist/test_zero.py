@@ -13,9 +13,8 @@ from torch import Tensor
 
 from moe_engine.config.schema import OptimConfig
 from moe_engine.distributed.collectives import Communicator
-from moe_engine.layout import Layout
+from moe_engine.layout import ALIGNMENT, Layout
 from moe_engine.optim.clip import GradientNorm
-from moe_engine.optim.zero import ALIGNMENT
 
 OPTIM = OptimConfig(weight_decay=0.1, clip=50.0, decay_embedding=False)
 LR = 3e-3
