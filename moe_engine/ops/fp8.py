@@ -36,7 +36,7 @@ def quantize(x: Tensor, gradient: bool = False, power_of_two: bool = True) -> Co
 
 def dequantize(x: Codes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The numbers [R, D] that codes stand for: exact in bf16 if the scales are powers of two."""
-    return dequantize_rows(x.codes, x.scale).to(dtype)
+    return dequantize_rows(x.codes, x.scale, dtype)
 
 
 @dataclass(frozen=True)

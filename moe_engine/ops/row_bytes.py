@@ -25,15 +25,16 @@ def encode(x: Tensor, gradient: bool = False) -> Tensor:
     """x [R, D] -> messages [R, row_bytes(D)] uint8; `gradient` as in `ops.fp8.quantize`. Without autograd."""
     coded = quantize(x.detach() if x.dtype != torch.float64 else x.detach().float(), gradient)
     rows, dim = x.shape
-    out = torch.zeros(rows, row_bytes(dim), dtype=torch.uint8, device=x.device)
+    out = torch.empty(rows, row_bytes(dim), dtype=torch.uint8, device=x.device)
     out[:, :dim] = coded.codes.view(torch.uint8)
+    out[:, dim : _code_bytes(dim)] = 0
     out[:, _code_bytes(dim) :] = _packed(coded.scale.T).view(torch.uint8)
     return out
 
 
 def decode(messages: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """The numbers [R, D] in messages [R, row_bytes(D)]."""
-    codes = messages[:, :dim].contiguous().view(CODE)
+    codes = messages[:, :dim].view(CODE)
     scale = _packed(messages[:, _code_bytes(dim) :]).view(torch.float32)
     return dequantize(Codes(codes, scale.T.contiguous()), dtype)
 

@@ -6,6 +6,7 @@ enter its tile's scale.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -25,7 +26,15 @@ def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: 
     rows, dim = x.shape
     codes, scale = _codes_and_scales(x, (rows, dim), (blocks(dim), rows))
     for part in row_blocks(x):
-        quantize_part(x[part].to(torch.float32, copy=True), codes[part], scale[:, part], smallest_amax, power_of_two)
+        amax = _amax_of_bf16(x[part]) if x.dtype == torch.bfloat16 and power_of_two else None
+        wide = x[part].to(torch.float32, copy=True)
+        if amax is None:
+            quantize_part(wide, codes[part], scale[:, part], smallest_amax, power_of_two)
+            continue
+        factors = scale_of(amax, smallest_amax, power_of_two)
+        scale[:, part] = factors.T
+        # Rounded up to a power of two, a scale leaves nothing beyond the largest code.
+        codes[part] = _times_scale(wide, factors.reciprocal_())
     return codes, scale
 
 
@@ -106,9 +115,11 @@ def quantize_rows_and_columns(
     return codes, scale, *quantize_columns(x, counts, smallest_amax, power_of_two)
 
 
-def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes [R, D], scale [ceil(D/128), R] -> [R, D] fp32."""
-    return _times_scale(_widen(codes), scale.T)
+def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes [R, D], scale [ceil(D/128), R] -> [R, D] of `dtype`, rounded once."""
+    if codes.device.type == "cpu" and dtype != torch.float32 and codes.shape[1] % 2 == 0 and _are_powers_of_two(scale):
+        return _decode_pairs(codes, scale.T.bfloat16()).to(dtype)
+    return _times_scale(_widen(codes), scale.T).to(dtype)
 
 
 def dequantize_columns(codes: Tensor, scale: Tensor) -> Tensor:
@@ -168,6 +179,15 @@ def _amax_by_column(x: Tensor) -> Tensor:
     return x.amax(1)
 
 
+def _amax_of_bf16(x: Tensor) -> Tensor | None:
+    """Largest magnitudes [r, ceil(D/128)] fp32 of the tiles of bf16 numbers x [r, D]; None if there is a NaN.
+
+    Of numbers that are not negative the bits have the order of the numbers, and a CPU compares integers faster.
+    """
+    amax = _amax_by_tile(x.abs().view(torch.int16))
+    return None if bool((amax > 0x7F80).any()) else amax.view(torch.bfloat16).float()
+
+
 def _scales(x: Tensor, amax_of: Callable[[Tensor], Tensor], smallest_amax: float, power_of_two: bool) -> Tensor:
     """The scales of the tiles of fp32 numbers whose largest magnitudes `amax_of` finds. NaN enters none."""
     amax = amax_of(x.abs())
@@ -192,6 +212,30 @@ def _widen(codes: Tensor) -> Tensor:
         part = slice(start, start + BLOCK_ELEMENTS)
         torch.index_select(table, 0, numbers[part].int(), out=flat[part])
     return values
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    """Whether bf16 holds the scales, and their products with codes, exactly (NaN does not)."""
+    return not bool((scale.view(torch.int32) & 0x7FFFFF).any())
+
+
+@functools.cache
+def _pairs() -> Tensor:
+    """What each two codes that lie together stand for, as the bits of two numbers in bf16: [65536] int32."""
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(CODE)
+    return codes.bfloat16().view(torch.int32)
+
+
+def _decode_pairs(codes: Tensor, scale: Tensor) -> Tensor:
+    """bf16 numbers [R, D] of fp8 codes, two at once, times scale [R, ceil(D/128)] in bf16."""
+    if codes.stride(1) != 1 or codes.stride(0) % 2 or codes.storage_offset() % 2:
+        codes = codes.contiguous()
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    for part in row_blocks(codes):
+        pairs = codes[part].view(torch.uint16).int().flatten()
+        torch.index_select(_pairs(), 0, pairs, out=out[part].view(torch.int32).view(-1))
+        _times_scale(out[part], scale[part])
+    return out
 
 
 def _times_scale(values: Tensor, scale: Tensor) -> Tensor:
