@@ -112,8 +112,7 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     [(2, "random", 2)]
     + [
         pytest.param(world, order, len(SETTINGS), marks=pytest.mark.slow)
-        for world in (2, 4)
-        for order in ("random", "newest", "signals")
+        for world, order in ((2, "newest"), (2, "signals"), (4, "random"))
     ],
 )
 def test_rows_put_by_kernels_are_those_of_the_definition(world: int, order: str, settings: int) -> None:
@@ -156,12 +155,14 @@ def test_a_layer_by_kernels_has_the_bits_of_one_by_all_to_all_and_loses_nothing_
     assert run(2, _layers) == [[], []]
 
 
-def _steps(rank: int, world: int, folder: str, overlap: bool) -> list[Any]:
-    """Losses and gradient norms of two steps by kernels and by all-to-all, and the order of what was put."""
+def _steps(rank: int, world: int, folder: str) -> list[Any]:
+    """Loss and gradient norm of a step by kernels and by all-to-all, and the order of what was put."""
     found: list[Any] = []
     with Emulated(Path(folder), rank, world, "random", seed=3) as runtime:
         for dispatch in ("all_to_all", "nvshmem"):
-            case = Case(dp=2, ep=2, schedule="overlapped_1f1b" if overlap else "1f1b", precision="fp32", steps=2)
+            case = Case(
+                dp=2, ep=2, schedule="overlapped_1f1b", precision="fp32", steps=1, layers=3, mtp_depth=0, rows=6
+            )
             config = config_of(case)
             config.moe.dispatch = dispatch
             log = CollectiveLog()
@@ -176,18 +177,17 @@ def _steps(rank: int, world: int, folder: str, overlap: bool) -> list[Any]:
                 return replace(groups, ep_windows=windows)
 
             trainer = Trainer(config, rank, torch.device("cpu"), log, connect)
-            results = [trainer.step(rank_batches(trainer, case, step)) for step in range(case.steps)]
-            found.append([(result.loss, result.grad_norm) for result in results])
+            result = trainer.step(rank_batches(trainer, case, 0))
+            found.append((result.loss, result.grad_norm))
             trainer.groups.world.barrier()
     found.append([(record.communicator, record.label) for record in log.records if record.op == "put"])
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_steps_by_kernels_have_the_bits_of_steps_by_all_to_all(overlap: bool) -> None:
-    """Also where forward and backward are woven: all ranks put in one order."""
-    first, second = run(2, _steps, overlap)
+def test_steps_by_kernels_have_the_bits_of_steps_by_all_to_all() -> None:
+    """Where forward and backward are woven: all ranks put in one order."""
+    first, second = run(2, _steps)
     for by_all_to_all, by_kernels, _ in (first, second):
         assert by_all_to_all == by_kernels
-    assert first[2] == second[2] and len(first[2]) > 100
+    assert first[2] == second[2] and len(first[2]) > 40
