@@ -169,7 +169,7 @@ def test_kernels_that_put_rows_link_with_nvshmem_for_hopper() -> None:
     rows = {row["kernel"]: row for row in compile_all("--only", "nvshmem")}
     assert set(rows) == {"nvshmem put", "nvshmem take"}
     for row in rows.values():
-        check(row)
+        assert row["spills"] == 0 and row["local"] == 0 and row["shared"] <= SHARED, row
     stores, loads = rows["nvshmem put"]["accesses"], rows["nvshmem take"]["accesses"]
     assert stores["STG.E.128.STRONG.SYS"] > 0, "NVSHMEM's own stores into another GPU's memory"
     assert stores["STG.E.128"] > 0 and loads["LDG.E.128.STRONG.GPU"] > 0 and loads["STG.E.128"] > 0
