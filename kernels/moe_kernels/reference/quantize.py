@@ -25,17 +25,28 @@ def quantize_rows(x: Tensor, smallest_amax: float = FORWARD_AMAX, power_of_two: 
     """
     rows, dim = x.shape
     codes, scale = _codes_and_scales(x, (rows, dim), (blocks(dim), rows))
+    if x.dtype == torch.bfloat16 and power_of_two and x.device.type == "cpu" and dim % BLOCK == 0:
+        for part in row_blocks(x, 4 * BLOCK_ELEMENTS):
+            _quantize_bf16_part(x[part], codes[part], scale[:, part], smallest_amax)
+        return codes, scale
     for part in row_blocks(x):
-        amax = _amax_of_bf16(x[part]) if x.dtype == torch.bfloat16 and power_of_two else None
-        wide = x[part].to(torch.float32, copy=True)
-        if amax is None:
-            quantize_part(wide, codes[part], scale[:, part], smallest_amax, power_of_two)
-            continue
-        factors = scale_of(amax, smallest_amax, power_of_two)
-        scale[:, part] = factors.T
-        # Rounded up to a power of two, a scale leaves nothing beyond the largest code.
-        codes[part] = _times_scale(wide, factors.reciprocal_())
+        quantize_part(x[part].to(torch.float32, copy=True), codes[part], scale[:, part], smallest_amax, power_of_two)
     return codes, scale
+
+
+def _quantize_bf16_part(x: Tensor, codes: Tensor, scale: Tensor, smallest_amax: float) -> None:
+    """`quantize_rows` with scales that are powers of two, of bf16 numbers x [r, D] whose tiles are whole."""
+    amax = _amax_of_bf16(x)
+    if amax is None:
+        quantize_part(x.float(), codes, scale, smallest_amax, power_of_two=True)
+        return
+    factors = scale_of(amax, smallest_amax, power_of_two=True)
+    scale.copy_(factors.T)
+    # Rounded up, a scale leaves nothing beyond the largest code.
+    inverse = factors.reciprocal_()[..., None]
+    tiles, code_tiles = (t.unflatten(1, (-1, BLOCK)) for t in (x, codes))  # [r, D/128, 128]
+    for part in row_blocks(x):
+        code_tiles[part] = tiles[part] * inverse[part]
 
 
 def quantize_part(wide: Tensor, codes: Tensor, scale: Tensor, smallest_amax: float, power_of_two: bool) -> None:
@@ -230,10 +241,10 @@ def _decode_pairs(codes: Tensor, scale: Tensor) -> Tensor:
     """bf16 numbers [R, D] of fp8 codes, two at once, times scale [R, ceil(D/128)] in bf16."""
     if codes.stride(1) != 1 or codes.stride(0) % 2 or codes.storage_offset() % 2:
         codes = codes.contiguous()
-    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    pairs, out = codes.view(torch.uint16), torch.empty(codes.shape, dtype=torch.bfloat16)
     for part in row_blocks(codes):
-        pairs = codes[part].view(torch.uint16).int().flatten()
-        torch.index_select(_pairs(), 0, pairs, out=out[part].view(torch.int32).view(-1))
+        values = out[part].view(torch.int32).view(-1)
+        torch.index_select(_pairs(), 0, pairs[part].int().view(-1), out=values)
         _times_scale(out[part], scale[part])
     return out
 
