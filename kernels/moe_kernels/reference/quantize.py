@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.fp8_format import BLOCK, CODE, E4M3_MAX, FORWARD_AMAX, blocks, padded_rows, scale_of, zero_scale
-from moe_kernels.reference.wide import BLOCK_ELEMENTS, as_list, row_blocks
+from moe_kernels.reference.wide import BLOCK_ELEMENTS, as_list, block_rows, row_blocks
 
 
 @torch.no_grad()
@@ -45,8 +45,10 @@ def _quantize_bf16_part(x: Tensor, codes: Tensor, scale: Tensor, smallest_amax: 
     # Rounded up, a scale leaves nothing beyond the largest code.
     inverse = factors.reciprocal_()[..., None]
     tiles, code_tiles = (t.unflatten(1, (-1, BLOCK)) for t in (x, codes))  # [r, D/128, 128]
+    scratch = torch.empty(block_rows(x), *tiles.shape[1:])  # one for all: memory made anew is slow
     for part in row_blocks(x):
-        code_tiles[part] = tiles[part] * inverse[part]
+        wide = torch.mul(tiles[part], inverse[part], out=scratch[: part.stop - part.start])
+        code_tiles[part] = wide
 
 
 def quantize_part(wide: Tensor, codes: Tensor, scale: Tensor, smallest_amax: float, power_of_two: bool) -> None:
@@ -242,9 +244,10 @@ def _decode_pairs(codes: Tensor, scale: Tensor) -> Tensor:
     if codes.stride(1) != 1 or codes.stride(0) % 2 or codes.storage_offset() % 2:
         codes = codes.contiguous()
     pairs, out = codes.view(torch.uint16), torch.empty(codes.shape, dtype=torch.bfloat16)
+    scratch = torch.empty(block_rows(codes), codes.shape[1] // 2, dtype=torch.int32)
     for part in row_blocks(codes):
-        values = out[part].view(torch.int32).view(-1)
-        torch.index_select(_pairs(), 0, pairs[part].int().view(-1), out=values)
+        index = scratch[: part.stop - part.start].copy_(pairs[part])
+        torch.index_select(_pairs(), 0, index.view(-1), out=out[part].view(torch.int32).view(-1))
         _times_scale(out[part], scale[part])
     return out
 

@@ -185,7 +185,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     N, hidden = gate_up.shape[0], gate_up.shape[1] // 2
     out, wide = gate_up.new_empty(N, hidden), _wide(gate_up.dtype)
     elements = SWIGLU_ELEMENTS.get(gate_up.dtype, BLOCK_ELEMENTS)
-    scratch = gate_up.new_empty(_block_rows(gate_up, elements), hidden, dtype=wide)
+    scratch = gate_up.new_empty(block_rows(gate_up, elements), hidden, dtype=wide)
     for rows in row_blocks(gate_up, elements):
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
         below = torch.neg(gate, out=scratch[: len(gate)]).exp_().add_(1)
@@ -203,7 +203,7 @@ def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
     d_weight = None if weight is None else torch.empty_like(weight)
     hidden, wide = gate_up.shape[1] // 2, _wide(gate_up.dtype)
     elements = SWIGLU_ELEMENTS.get(gate_up.dtype, BLOCK_ELEMENTS)
-    scratch = gate_up.new_empty(3, _block_rows(gate_up, elements), hidden, dtype=wide)
+    scratch = gate_up.new_empty(3, block_rows(gate_up, elements), hidden, dtype=wide)
     for rows in row_blocks(gate_up, elements):
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
         sigmoid, silu, d_act = scratch[:, : len(gate)]
@@ -228,10 +228,11 @@ def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
 
 def row_blocks(x: Tensor, elements: int = BLOCK_ELEMENTS) -> Iterator[slice]:
     """Slices of x's rows with about `elements` numbers each."""
-    step = _block_rows(x, elements)
+    step = block_rows(x, elements)
     for start in range(0, x.shape[0], step):
         yield slice(start, min(start + step, x.shape[0]))
 
 
-def _block_rows(x: Tensor, elements: int) -> int:
+def block_rows(x: Tensor, elements: int = BLOCK_ELEMENTS) -> int:
+    """Rows of a slice of `row_blocks`."""
     return min(x.shape[0], max(1, elements // max(1, x.shape[1]))) or 1
