@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moe_engine.config.errors import ConfigError
@@ -31,6 +32,15 @@ from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import closest, shown
 
 DEFAULT_CONTEXT = 4096
+# Families whose experts the layer computes, and what in their models the engine does not.
+UNBUILT_FAMILIES = MappingProxyType(
+    {
+        "gpt_oss": "attention sinks, windows on every other layer, biases everywhere and a clamped SwiGLU",
+        "qwen2_moe": "a gate on the shared expert, and biases in attention",
+        "olmoe": "norms of queries and keys over all heads together",
+        "glm4_moe": "rotary positions on a part of each head, and biases in attention",
+    }
+)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -60,6 +70,8 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     keys = Keys(hf)
     family = keys.take("model_type", str, "")
     if family not in READERS:
+        if family in UNBUILT_FAMILIES:
+            raise ConfigError(f"{shown('model_type', family)}: {why_unbuilt(family)}")
         near = closest(family, READERS)
         hint = f"did you mean {near[0]}? There are" if near else "there are"
         raise ConfigError(f"{shown('model_type', family)}: the engine does not know it; {hint} {', '.join(READERS)}")
@@ -67,6 +79,14 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     values |= READERS[family](keys, values)
     keys.finish()
     return ModelConfig(name=family, **values)
+
+
+def why_unbuilt(family: str) -> str:
+    """What a family of `UNBUILT_FAMILIES` lacks, and what works instead."""
+    return (
+        f"its models have {UNBUILT_FAMILIES[family]}, which the engine does not build; its experts work inside "
+        "transformers by moe_engine.integrations.transformers"
+    )
 
 
 def huggingface_config(model: ModelConfig, context_length: int = DEFAULT_CONTEXT) -> Values:

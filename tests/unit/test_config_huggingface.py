@@ -148,6 +148,16 @@ def test_unknown_families_are_refused() -> None:
     assert refusal({})[0].endswith("there are deepseek_v3, deepseek_v2, kimi_k2, mixtral, qwen3_moe, gpt_oss")
 
 
+@pytest.mark.parametrize(("family", "feature"), [
+    ("olmoe", "norms of queries and keys"),
+    ("qwen2_moe", "a gate on the shared expert"),
+    ("glm4_moe", "rotary positions"),
+])  # fmt: skip
+def test_families_of_which_the_layer_alone_is_built_are_refused_with_what_they_lack(family: str, feature: str) -> None:
+    (line,) = refusal({"model_type": family})
+    assert line.startswith(f"model_type={family}: its models have {feature}") and "integrations.transformers" in line
+
+
 @pytest.mark.parametrize(("name", "changes", "lost"), [
     ("deepseek_v3", {"latent_norm_eps": 1e-5}, "a deepseek_v3 config.json cannot say this; it would mean 1e-06"),
     ("deepseek_v3", {"group_score": "max"}, "a deepseek_v3 config.json cannot say this; it would mean sum_top2"),

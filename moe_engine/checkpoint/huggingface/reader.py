@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows, mtp_prefix, names
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.huggingface import model_config
+from moe_engine.config.huggingface import UNBUILT_FAMILIES, model_config, why_unbuilt
 from moe_engine.config.schema import ModelConfig
 from moe_engine.planner.flops import parameter_count
 
@@ -214,7 +214,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
     found = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(config, dict) or found not in list(FAMILIES):
-        raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted")
+        why = f"; {why_unbuilt(str(found))}" if found in UNBUILT_FAMILIES else ""
+        raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted{why}")
     _check_quantization(path, config.pop("quantization_config", None))
     return config
 
