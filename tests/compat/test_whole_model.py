@@ -97,7 +97,14 @@ def test_what_cannot_be_upcycled_is_told_and_nothing_is_made(
     assert main(["convert", f"from={tmp_path / 'moe'}", words[1], "upcycle=4"]) == 2
     assert "model_type=mixtral: dense models to upcycle are mistral, llama, qwen3" in capsys.readouterr().err
     whole = json.loads((tmp_path / "dense" / "config.json").read_text())
-    for change, part in (({"rope_parameters": {"rope_type": "llama3"}}, "llama3"), ({"mlp_bias": True}, "biases")):
+    for change, part in (
+        ({"rope_parameters": {"rope_type": "llama3"}}, "llama3"),
+        ({"mlp_bias": True}, "biases"),
+        ({"layer_types": 5}, "layers of several kinds"),
+        ({"initializer_range": "x"}, "initializer_range"),
+        ({"model_type": ["llama"]}, "model_type=['llama']"),
+        ({"intermediate_size": None}, "intermediate_size=None"),
+    ):
         (tmp_path / "dense" / "config.json").write_text(json.dumps(whole | change))
         assert main(["convert", *words, "upcycle=2"]) == 2
         error = capsys.readouterr().err

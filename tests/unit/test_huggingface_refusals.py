@@ -153,6 +153,9 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match="model_type=llama: weights of deepseek_v3,"):
         open_weights(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(ConfigError, match=r"model_type=\['llama'\]: weights of"):
+        open_weights(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(huggingface_config(V3)))
     (tmp_path / "pytorch_model.bin").write_text("")
     with pytest.raises(ConfigError, match="pickles"):

@@ -214,7 +214,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
     found = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(config, dict) or found not in list(FAMILIES):
-        why = f"; {why_unbuilt(str(found))}" if found in UNBUILT_FAMILIES else ""
+        why = f"; {why_unbuilt(str(found))}" if str(found) in UNBUILT_FAMILIES else ""
         raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted{why}")
     _check_quantization(path, config.pop("quantization_config", None))
     return config

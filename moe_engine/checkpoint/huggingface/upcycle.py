@@ -102,7 +102,7 @@ def _read_config(source: Path) -> dict[str, Any]:
         config = json.loads((source / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"from={source}: {CONFIG} is needed and cannot be read ({error})") from None
-    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
+    if not isinstance(config, dict) or config.get("model_type") not in list(FAMILIES):
         found = config.get("model_type") if isinstance(config, dict) else None
         raise ConfigError(f"from={source}: model_type={found}: dense models to upcycle are {', '.join(FAMILIES)}")
     return config
@@ -123,7 +123,8 @@ def _moe_config(config: dict[str, Any], recipe: Recipe, source: Path) -> tuple[_
     assert isinstance(width, int)
     family = FAMILIES[config["model_type"]]
     biased = config.get("mlp_bias") or (family is _MIXTRAL and config.get("attention_bias"))
-    if biased or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+    kinds = config.get("layer_types") or []
+    if biased or not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ConfigError(f"from={source}: biases and layers of several kinds have no place in {family.model_type}")
     left_out = ("mlp_bias", "layer_types", *(("attention_bias",) if family is _MIXTRAL else ()))
     new = {key: value for key, value in config.items() if key not in left_out}
