@@ -26,6 +26,26 @@ def one_tile(value: float) -> Tensor:
     return torch.tensor([[value] + [0.0] * 127])
 
 
+@pytest.mark.parametrize("floor", [FORWARD_AMAX, GRADIENT_AMAX])
+@pytest.mark.parametrize("dim", [256, 136, 7])
+def test_bf16_rows_on_a_cpu_have_the_codes_and_numbers_of_fp32_rows(dim: int, floor: float) -> None:
+    """Their largest magnitudes are found in their bits, and codes are read two at once."""
+    x = wide_range(70, dim)
+    x[3, 0], x[5], x[6, 1] = float("inf"), -0.0, 1e-40
+    for given in (x, x.index_put((torch.tensor(9), torch.tensor(2)), torch.tensor(float("nan")).bfloat16())):
+        codes, scale = moe_kernels.quantize_rows(given, floor)
+        assert_same_bits((codes, scale), moe_kernels.quantize_rows(given.float(), floor))
+        for part in (codes, torch.nn.functional.pad(codes.view(torch.uint8), (0, 4)).view(CODE)[:, :dim]):
+            numbers = moe_kernels.dequantize_rows(part, scale, torch.bfloat16)
+            torch.testing.assert_close(numbers, moe_kernels.dequantize_rows(codes, scale).bfloat16(), rtol=0, atol=0,
+                                       equal_nan=True)  # fmt: skip
+    fine = moe_kernels.quantize_rows(x, floor, power_of_two=False)
+    rounded_once = moe_kernels.dequantize_rows(*fine).bfloat16()
+    torch.testing.assert_close(
+        moe_kernels.dequantize_rows(*fine, torch.bfloat16), rounded_once, rtol=0, atol=0, equal_nan=True
+    )
+
+
 @pytest.mark.parametrize(
     ("amax", "scale", "power"),
     [
