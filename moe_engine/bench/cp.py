@@ -3,8 +3,8 @@
 Every candidate, an exchange and a payload, is first held against the whole sequence on one rank. Then steps (forward
 and backward of the layer) are timed in turns, each once more with every exchange waited for where it is started: what
 that rank stood still for is what the exchanges take by themselves, and `hidden` is the share of it that the layer did
-not wait for. Beside the measured winner stands the one of the planner's rule, for the wire's rate and the rate of this
-layer's own products.
+not wait for. Beside the measured winner stands the one of the planner's rule, for measured rates: of the link, by what
+the exchanges take by themselves, of the layer's products, and of what else the layer computes.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def run(config: ContextBenchConfig) -> int:
         size = 2 if rate else config.bench.cp
         job = _job(config.bench)
         ranks = _over_wire(job, rate) if rate else run_ranks(size, 1, on_local_rank, size, asdict(job))
+        products = min(rank["products"]["flops_per_s"] for rank in ranks)
         found = [_result(config.bench, job, rate, size, way, ranks) for way in job.candidates]
-        text = (
-            f"## {_case(rate, size)}\n\n{record.table(found, FIGURES)}\n\n{_rule(config.bench, job, rate, size, found)}"
-        )
+        rule = _rule(config.bench, job, size, found, products)
+        text = f"## {_case(rate, size)}\n\n{record.table(found, FIGURES)}\n\n{rule}"
         print(text + "\n", flush=True)
         results += found
         reports.append(text)
@@ -214,7 +214,7 @@ def _result(
     )
 
 
-def _rule(bench: ContextSection, job: Job, rate: float, size: int, found: Sequence[record.Result]) -> str:
+def _rule(bench: ContextSection, job: Job, size: int, found: Sequence[record.Result], products: float) -> str:
     """Markdown: for each exchange which payload won, and which the planner's rule names for the measured rates."""
     by_name = {result.candidate: result for result in found if result.samples}
     lines = []
@@ -225,19 +225,20 @@ def _rule(bench: ContextSection, job: Job, rate: float, size: int, found: Sequen
         if len(timed) < len(PAYLOADS):
             continue
         medians = {payload: record.summarize(result.samples).median for payload, result in timed.items()}
-        formula = _formula(bench, job, size, exchange, "kv")
-        # The rate of this layer's own work: what it took, less what it stood still for.
-        computing = medians["kv"] - timed["kv"].figures["still_s"]
-        flops_per_s = formula.flops / computing
-        sent, seconds = timed["kv"].figures["sent_mib"] * 2**20, timed["kv"].figures["exchanges_s"]
-        link = rate * 1e6 / 8 if rate else sent / seconds
+        kv, formula = timed["kv"].figures, _formula(bench, job, size, exchange, "kv")
+        link = kv["sent_mib"] * 2**20 / kv["exchanges_s"]
+        # What the layer took beside its waits and multiplying up goes to attention's core.
+        up = formula.forward.up + formula.backward.up
+        rest = max(medians["kv"] - kv["still_s"] - up / products, 1e-9)
+        core = min((formula.flops - up) / rest, products)
         rule = faster_payload(
-            job.model, exchange, seq_len=bench.seq_len, cp=size, link_bytes_per_s=link, matrix_flops_per_s=flops_per_s,
-            size=DTYPES[bench.precision].itemsize,
+            job.model, exchange, seq_len=bench.seq_len, cp=size, link_bytes_per_s=link, matrix_flops_per_s=products,
+            core_flops_per_s=core, size=DTYPES[bench.precision].itemsize,
         )  # fmt: skip
         winner = min(medians, key=lambda payload: medians[payload])
         lines.append(
             f"* {exchange}: {winner} is faster, {medians['kv'] / medians['latent']:.2f} times by latents; the "
-            f"planner's rule says {rule} ({link / 1e6:.0f} MB/s, {flops_per_s / 1e9:.1f} GFLOP/s)"
+            f"planner's rule says {rule} (link {link / 1e6:.0f} MB/s, products {products / 1e9:.1f} GFLOP/s, attention "
+            f"{core / 1e9:.1f})"
         )
     return "\n".join(lines)

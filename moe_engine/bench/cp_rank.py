@@ -6,6 +6,7 @@ Run by the benchmark's local ranks, or in a network namespace as `python -m moe_
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from moe_engine.model.batch import Batch
 from moe_engine.model.context_parallel import ContextParallel
 from moe_engine.ops.random import normal
 
+PRODUCTS = 9  # timed, of which the median counts
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -95,7 +97,10 @@ class _Layer:
 
 
 def run(rank: int, size: int, job: Job) -> dict[str, Any]:
-    """By candidate: seconds of each step, in turns; what a step sent and waited for; its peak of memory; its error."""
+    """By candidate: seconds of each step, in turns; what a step sent and waited for; its peak of memory; its error.
+
+    Under `products` the rate of this rank's matrix products.
+    """
     log = CollectiveLog(waits=[])
     world = groups.world_communicator(rank, size, log)
     at_once = AtOnce("world", range(size), rank, world.group, log)
@@ -113,7 +118,21 @@ def run(rank: int, size: int, job: Job) -> dict[str, Any]:
             layer.step()
             found[name][kind].append(time.perf_counter() - start)
             found[name][kind.replace("seconds", "waits")].append(sum(wait.end - wait.start for wait in log.waits))
+    world.barrier()
+    found["products"] = _products(job, layers[names[0]].module)
     return found
+
+
+@torch.no_grad()
+def _products(job: Job, module: LatentAttention) -> dict[str, float]:
+    """The rate of multiplying latents up, all ranks at once."""
+    latent = normal((job.seq_len, job.kv_lora_rank), 1.0, "latent", 1, DTYPES[job.precision])
+    seconds = []
+    for _ in range(PRODUCTS):
+        start = time.perf_counter()
+        module.kv_up(latent)
+        seconds.append(time.perf_counter() - start)
+    return {"flops_per_s": 2.0 * latent.numel() * module.kv_up.weight.shape[0] / statistics.median(seconds)}
 
 
 def _checked(job: Job, rank: int, size: int, layer: _Layer, world: Communicator, log: CollectiveLog) -> dict[str, Any]:

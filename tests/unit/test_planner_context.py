@@ -43,3 +43,19 @@ def test_a_slow_link_wants_latents_and_a_fast_one_keys_and_values() -> None:
     assert rule(40e12) == "kv"
     assert rule(1.0, cp=1) == "kv"
     assert rule(1.0, ModelConfig(attention="gqa")) == "kv"
+
+
+def test_multiplying_up_is_no_slower_for_a_slow_core() -> None:
+    """A small layer over 200 Mbit/s: at the core's rate, the extra products would seem to cost what is saved."""
+    model = ModelConfig(
+        dim=256, num_heads=8, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+    )  # fmt: skip
+
+    def rule(core: float | None, products: float) -> str:
+        return faster_payload(
+            model, "all_gather", seq_len=1024, cp=2, link_bytes_per_s=25e6, matrix_flops_per_s=products,
+            core_flops_per_s=core, size=4,
+        )  # fmt: skip
+
+    assert rule(None, 3.35e9) == "kv"
+    assert rule(3.35e9, 50e9) == "latent"
