@@ -191,3 +191,18 @@ if __name__ == "__main__":
         known[machine_key()] = golden_run(Path(temporary))
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_long_context_experiment_on_four_ranks(tmp_path: Path) -> None:
+    """Sequences of 32,768 tokens, the README's own command; each rank's whole process in 1.5 GiB."""
+    words = ["experiment=long_context_32k", f"run.dir={tmp_path}/runs", f"data.cache_dir={tmp_path}/cache"]
+    code, output = run_command(tmp_path, "train", *words, time_limit=500.0)
+    assert code == 0, output
+    run = tmp_path / "runs/long_context_32k"
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [0, 1, 2] and lines[2]["loss"] < lines[0]["loss"] < 7
+    assert all(line["tokens"] > 0.9 * 32768 for line in lines)
+    peaks = json.loads((run / "summary.json").read_text())["peak_memory_gib_per_rank"]
+    assert len(peaks) == 4 and max(peaks) < 1.5
