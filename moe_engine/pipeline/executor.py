@@ -28,6 +28,7 @@ from moe_engine.model.transformer import LossRule, Stage, StageOutput
 from moe_engine.ops.wgrad_queue import WgradQueue
 from moe_engine.pipeline.overlap import CutMicroBatch, Exchanges
 from moe_engine.pipeline.recorder import Recorder, recorded
+from moe_engine.pipeline.sends import Sends
 from moe_engine.schedule import pair
 from moe_engine.schedule.action import Action, Item, Kind, Output, inputs
 from moe_engine.schedule.check import Lists, rank_of_work
@@ -76,10 +77,10 @@ class _Step:
     sums: StepSums
     rank_of: dict[tuple[int, int], int]  # by (stage, micro-batch): the pipeline rank where they meet
     paired: set[tuple[int, int]]  # (stage, micro-batch) with a half in a woven pair
+    sends: Sends
     live: dict[tuple[int, int], _Whole | CutMicroBatch] = field(default_factory=dict)
     received: dict[Item, Pending] = field(default_factory=dict)
     local: dict[Item, Tensor] = field(default_factory=dict)
-    sends: list[Pending] = field(default_factory=list)
 
 
 class Executor:
@@ -117,15 +118,14 @@ class Executor:
             torch.zeros(2, dtype=torch.float64, device=device),
         )
         actions = lists[self.here]
-        step = _Step(batches, rule, sums, rank_of_work(lists), self._paired(actions))
+        step = _Step(batches, rule, sums, rank_of_work(lists), self._paired(actions), Sends(lists))
         self.exchanges.recorder = self.recorder
         for i, action in enumerate(actions):
             for upcoming in actions[i : i + 2]:
                 self._post_receives(step, upcoming)
             with recorded(self.recorder, action.text(with_stage=True)):
                 self._act(step, action)
-        for pending in step.sends:
-            pending.wait()
+        step.sends.wait()
         if step.live or len(self.queue):
             raise ValueError(
                 f"the schedule ended with {list(step.live)} live and {len(self.queue)} weight gradients queued"
@@ -261,7 +261,9 @@ class Executor:
         if item in step.local:
             return step.local.pop(item)
         with recorded(self.recorder, f"wait for the {item}"):
-            return step.received.pop(item).wait()
+            x = step.received.pop(item).wait()
+        step.sends.heard(item, step.rank_of[item.stage, item.micro_batch])
+        return x
 
     def _give(self, step: _Step, item: Item, user: int, x: Tensor) -> None:
         """Pass `x` to the stage that uses it: directly on this rank, or by a message that is started now."""
@@ -270,8 +272,8 @@ class Executor:
             step.local[item] = x
             return
         link = self.groups.edges[self.here, target, item.output.value]
-        step.sends = [pending for pending in step.sends if not pending.done()]
-        step.sends.append(link.send(x, 1 - link.rank, self._tag(step, item), str(item)))
+        sent = link.send(x, 1 - link.rank, self._tag(step, item), str(item))
+        step.sends.add(sent, item.output, item.micro_batch, user, target)
 
     def _tag(self, step: _Step, item: Item) -> int:
         return item.stage * len(step.batches) + item.micro_batch

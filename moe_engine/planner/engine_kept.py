@@ -3,10 +3,15 @@
 A block's numbers are in the compute format, the router's and row weights in fp32 (fp64 in an fp64 model), places of
 rows in 64-bit integers. Expert weights multiply inside SwiGLU, so the output of the down projection is not kept; the
 rows of experts are, N = T·K of them, each a copy.
+
+In fp8 a product keeps its input as codes, a byte a number and a scale for 128 of them, and an MLP those of its input
+and of gate|up alone; rows of experts are read from where they arrived, without a copy. The codes of weights, as they
+are and transposed, are made at their first use in a step.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +19,8 @@ from moe_engine.planner.activations import Kept
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.strategy import Strategy
+
+TILE = 128  # numbers of one scale
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,20 @@ class Sizes:
         return max(4.0, self.strategy.precision.parameter)
 
     @property
-    def read(self) -> float:
-        """Bytes of a number that a matrix product reads again in backward."""
-        return 1.0 if self.strategy.precision.fp8_activations else self.number
+    def fp8(self) -> bool:
+        """Whether products take codes."""
+        return self.strategy.precision.fp8_activations
+
+    def read(self, rows: float, width: float) -> float:
+        """Bytes of what a product reads again in backward, [rows, width]."""
+        return rows * (width + 4 * math.ceil(width / TILE)) if self.fp8 else rows * width * self.number
+
+    def waiting(self, rows: float, width: float, groups: float = 1) -> float:
+        """Bytes of a product's gradient that waits for the weight's; in fp8 codes with a scale for 128 rows, each of
+        the groups filled up to whole ones."""
+        if not self.fp8:
+            return rows * width * self.number
+        return width * (TILE + 4) * (math.ceil(rows / TILE) + groups)
 
     @property
     def along(self) -> int:
@@ -71,38 +89,66 @@ class Sizes:
 def block_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
     """Everything that one block keeps, nothing recomputed."""
     mlp = _moe_tensors(sizes) if moe else _mlp_tensors(sizes, sizes.model.dense_hidden, "mlp")
-    return [
+    tokens = sizes.tokens / sizes.along
+    found = [
         Kept("input", sizes.vectors, stays=True),
-        _norm(sizes, "norm1 out", 1),
+        *_read_after_norm(sizes, "norm1 out", sizes.model.dim, tokens),
         *_attention_tensors(sizes),
         Kept("residual", sizes.vectors),
-        Kept("norm out", sizes.vectors, ("norm",)),
+    ]
+    if not sizes.fp8:
+        return [*found, Kept("norm out", sizes.vectors, ("norm",)), *mlp]
+    into_mlp = not moe or sizes.model.shared_hidden > 0
+    return [
+        *found,
+        Kept("norm out", sizes.vectors * moe + tokens * sizes.wide, ("norm",)),  # the router reads numbers
+        Kept("norm out codes", sizes.read(tokens, sizes.model.dim) * into_mlp),
         *mlp,
     ]
 
 
 def queued_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
     """What a block's weight gradients need that wait: input and gradient of output of each matrix; in fp8, codes."""
-    model, strategy = sizes.model, sizes.strategy
-    per_token, tokens = sizes.read / strategy.layout.tp, sizes.tokens
-    inputs = [tensor for tensor in block_tensors(sizes, moe) if tensor.name in _READ]
-    gradients = sum(matrix.outputs for matrix in model.attention()) * tokens * per_token
+    model, tp, tokens = sizes.model, sizes.strategy.layout.tp, sizes.tokens
+    kept = {tensor.name: tensor.bytes for tensor in block_tensors(sizes, moe) if tensor.name in _READ[sizes.fp8]}
+    gradients = sum(sizes.waiting(tokens, matrix.outputs / tp) for matrix in model.attention())
+    hidden = model.shared_hidden if moe else model.dense_hidden
     if moe:
-        rows = sizes.expert_rows * sizes.read
-        gradients += rows * (model.up_factor * model.expert_hidden + model.dim)
-        hidden = model.shared_hidden
-    else:
-        hidden = model.dense_hidden
-    gradients += tokens * per_token * model.up_factor * hidden + (
-        sizes.vectors * sizes.read / sizes.number if hidden else 0.0
+        experts = model.num_experts / sizes.rows.ep
+        widths = (model.up_factor * model.expert_hidden, model.dim)
+        gradients += sum(sizes.waiting(sizes.expert_rows, width, experts) for width in widths)
+    if moe and sizes.fp8:  # made again in backward, from gate|up
+        kept["expert act"] = sizes.read(sizes.expert_rows, model.expert_hidden) + 8 * sizes.expert_rows
+    if hidden:
+        gradients += sizes.waiting(tokens, model.up_factor * hidden / tp)
+        gradients += sizes.waiting(tokens / sizes.along, model.dim)
+        if sizes.fp8:
+            kept["mlp act"] = sizes.read(tokens, hidden / tp)
+    queued = [Kept(f"queued: {name}", size, stays=True) for name, size in kept.items()]
+    return [*queued, Kept("queued: gradients", gradients, stays=True)]
+
+
+# What matrix products read, and so their weight gradients; and where they take codes.
+_READ = {
+    False: ("norm1 out", "q_norm", "kv_norm", "attention out", "norm out", "mlp act", "shared act", "expert rows",
+            "expert act"),
+    True: ("norm1 out codes", "q_norm codes", "kv_norm codes", "attention out codes", "norm out codes", "expert rows"),
+}  # fmt: skip
+
+
+def weight_codes(sizes: Sizes, moe: bool) -> float:
+    """Bytes of the codes of a block's weights, both ways round."""
+    model, layout = sizes.model, sizes.strategy.layout
+    matrices = [(matrix.inputs, matrix.outputs, 1.0 / layout.tp) for matrix in model.attention()]
+    if moe:
+        local = model.num_experts / layout.ep / sizes.strategy.etp
+        matrices += [(matrix.inputs, matrix.outputs, local) for matrix in model.mlp(model.expert_hidden)]
+    hidden = model.shared_hidden if moe else model.dense_hidden
+    matrices += [(matrix.inputs, matrix.outputs, 1.0 / layout.tp) for matrix in model.mlp(hidden) if hidden]
+    return sum(
+        2 * number * (inputs * outputs + 4 * math.ceil(inputs / TILE) * math.ceil(outputs / TILE))
+        for inputs, outputs, number in matrices
     )
-    kept = [Kept(f"queued: {tensor.name}", tensor.bytes, stays=True) for tensor in inputs]
-    return [*kept, Kept("queued: gradients", gradients, stays=True)]
-
-
-# What matrix products read, and so their weight gradients.
-_READ = ("norm1 out", "q_norm", "kv_norm", "attention out", "norm out", "mlp act", "shared act", "expert rows",
-         "expert act")  # fmt: skip
 
 
 def stage_tensors(sizes: Sizes, mtp: int, head: bool) -> list[Kept]:
@@ -119,16 +165,37 @@ def stage_tensors(sizes: Sizes, mtp: int, head: bool) -> list[Kept]:
             Kept("head: log-sum-exp", (1 + mtp) * tokens * sizes.wide, stays=True),
         ]
     if mtp:
+        both = sizes.read(tokens / sizes.along, 2 * model.dim)
         found += [
             Kept("MTP: embedded", mtp * sizes.vectors, stays=True),
-            Kept("MTP: both normed", mtp * 2 * sizes.vectors, ("norm",)),
+            Kept("MTP: both normed", mtp * both, () if sizes.fp8 else ("norm",), stays=sizes.fp8),
         ]
     return found
 
 
-def _norm(sizes: Sizes, name: str, width: float) -> Kept:
-    """A normalised tensor of `width` hidden sizes, with its scale factors."""
-    return Kept(name, sizes.vectors * width + sizes.tokens * sizes.wide, ("norm",))
+def stage_queued(sizes: Sizes, mtp: int) -> list[Kept]:
+    """What the weight gradients of MTP's projections need that wait."""
+    model, tokens = sizes.model, sizes.tokens / sizes.along
+    size = sizes.read(tokens, 2 * model.dim) + sizes.waiting(tokens, model.dim)
+    return [Kept("queued: MTP", mtp * size, stays=True)]
+
+
+def _read_after_norm(
+    sizes: Sizes, name: str, width: float, tokens: float, recomputed: tuple[str, ...] = ()
+) -> list[Kept]:
+    """A normalised tensor [tokens, width] that products read, with its scale factors; in fp8 those alone, and codes.
+
+    recomputed: the parts that the products belong to. Where codes are made again, so are the numbers from which, or
+    they are kept.
+    """
+    factors, numbers = tokens * sizes.wide, tokens * width * sizes.number
+    if not sizes.fp8:
+        return [Kept(name, numbers + factors, ("norm",))]
+    found = [
+        Kept(name, factors, ("norm",)),
+        Kept(f"{name} codes", sizes.read(tokens, width), recomputed),
+    ]
+    return [*found, Kept(f"{name} numbers", numbers, ("norm",), added_by=recomputed)] if recomputed else found
 
 
 def _attention_tensors(sizes: Sizes) -> list[Kept]:
@@ -136,7 +203,8 @@ def _attention_tensors(sizes: Sizes) -> list[Kept]:
     tp = sizes.strategy.layout.tp
     heads, qk, value = model.num_heads / tp, model.qk_head_dim, model.v_head_dim
     out = [
-        Kept("attention out", tokens * heads * value * sizes.read, ("core_attn",)),
+        Kept("attention out", tokens * heads * value * number, ("core_attn",)),
+        Kept("attention out codes", sizes.read(tokens, heads * value) * sizes.fp8),
         Kept("log-sum-exp", tokens * heads * sizes.wide, ("core_attn",)),
     ]
     queries = Kept("q", tokens * heads * qk * number)
@@ -150,14 +218,14 @@ def _attention_tensors(sizes: Sizes) -> list[Kept]:
     found = []
     if model.q_lora_rank:
         latent = tokens * model.q_lora_rank * number
-        found += [Kept("q_down", latent), Kept("q_norm", latent + tokens * sizes.wide, ("norm",))]
+        found += [Kept("q_down", latent), *_read_after_norm(sizes, "q_norm", model.q_lora_rank, tokens, up)]
         queries = Kept("q", queries.bytes, up)
     nope, latent = qk - model.qk_rope_head_dim, tokens * model.kv_lora_rank * number
     return [
         *found,
         queries,
         Kept("kv_down", latent + tokens * model.qk_rope_head_dim * number),
-        Kept("kv_norm", latent + tokens * sizes.wide, ("norm",)),
+        *_read_after_norm(sizes, "kv_norm", model.kv_lora_rank, tokens, up),
         Kept("k", tokens * heads * qk * number, up),
         Kept("kv_up", tokens * heads * (nope + value) * number, up),  # values are a part of it
         *out,
@@ -165,23 +233,27 @@ def _attention_tensors(sizes: Sizes) -> list[Kept]:
 
 
 def _mlp_tensors(sizes: Sizes, hidden: int, name: str) -> list[Kept]:
-    size = sizes.tokens * hidden * sizes.read / sizes.strategy.layout.tp
-    return [Kept(f"{name} up", sizes.model.up_factor * size), Kept(f"{name} act", size, ("moe_act",))]
+    width = hidden / sizes.strategy.layout.tp
+    up = Kept(f"{name} up", sizes.read(sizes.tokens, sizes.model.up_factor * width))
+    return [up] if sizes.fp8 else [up, Kept(f"{name} act", sizes.read(sizes.tokens, width), ("moe_act",))]
 
 
 def _moe_tensors(sizes: Sizes) -> list[Kept]:
     model, rows = sizes.model, sizes.rows
-    hidden = sizes.expert_rows * model.expert_hidden * sizes.read
-    shared = _mlp_tensors(sizes, model.shared_hidden, "shared") if model.shared_hidden else []
-    return [
-        *shared,
+    read = sizes.expert_rows
+    if sizes.fp8:
+        read = rows.received if rows.ep > 1 else sizes.tokens / sizes.along
+    found = [
+        *(_mlp_tensors(sizes, model.shared_hidden, "shared") if model.shared_hidden else []),
         *_routing_tensors(sizes),
-        Kept("expert rows", sizes.expert_rows * model.dim * sizes.read),
+        Kept("expert rows", sizes.read(read, model.dim)),
         Kept("row weights", sizes.expert_rows * sizes.wide),
-        Kept("expert up", model.up_factor * hidden),
-        Kept("expert act", hidden, ("moe_act",)),
+        Kept("expert up", sizes.read(sizes.expert_rows, model.up_factor * model.expert_hidden)),
         *(_arrived(sizes) if rows.ep > 1 else []),
     ]
+    if not sizes.fp8:
+        found.append(Kept("expert act", sizes.read(sizes.expert_rows, model.expert_hidden), ("moe_act",)))
+    return found
 
 
 def _routing_tensors(sizes: Sizes) -> list[Kept]:
@@ -196,7 +268,6 @@ def _routing_tensors(sizes: Sizes) -> list[Kept]:
     places += 8 * (arrived * sizes.slots + sizes.expert_rows)
     return [
         Kept("router scores", times * tokens * model.num_experts * sizes.wide, stays=True),
-        Kept("choice weights", (4 if model.sigmoid_scores else 1) * choices * sizes.wide, stays=True),
         Kept("places of rows", places, stays=True),
     ]
 

@@ -34,6 +34,8 @@ def cut_of(config: Config) -> Cut:
         seq_len=train.seq_len,
         zero=config.parallel.zero,
         precision=Precision(
+            compute="fp8" if precision.name == "fp8" else "bf16",
+            fp8_activations=precision.name == "fp8",
             parameter=_BYTES[precision.compute],
             gradient=_BYTES[precision.gradient],
             master=master,

@@ -20,7 +20,8 @@ from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.stages import Cut, Held
 from moe_engine.planner.strategy import Precision, Strategy
 from moe_engine.schedule import schedules
-from moe_engine.schedule.action import Action, Kind
+from moe_engine.schedule.action import Action, Kind, inputs
+from moe_engine.schedule.check import rank_of_work
 
 KEEPING = ("engine", "megatron")
 # A micro-batch after its forward; and after its input gradient, when what the weight gradients need waits in the queue.
@@ -117,11 +118,12 @@ def rank_memory(cut: Cut, keeping: str = "engine", load: float = 1.0) -> list[Ra
     needs = _stage_needs(cut, keeping, load)
     kept, working = [need[0] for need in needs], [need[1] for need in needs]
     sizes = [[sum(tensors.values()) for tensors in states] for states in kept]
+    message = _message(cut) if keeping == "engine" else 0.0
     ranks = []
     for pp, stages in enumerate(cut.placement.stages_of_rank):
-        flat = [size for stage in stages for size in sizes[stage]]
-        found = max(live[pp], key=lambda counts: sum(size * n for size, n in zip(flat, counts, strict=True)))
-        activations: dict[str, float] = {}
+        flat = [*(size for stage in stages for size in sizes[stage]), message]
+        *found, ahead = max(live[pp], key=lambda counts: sum(size * n for size, n in zip(flat, counts, strict=True)))
+        activations = {"received ahead": ahead * message, "weight codes": _weight_codes(cut, pp, keeping, load)}
         for place, count in enumerate(found):
             for name, size in kept[stages[place // len(STATES)]][place % len(STATES)].items():
                 activations[name] = activations.get(name, 0.0) + size * count
@@ -154,24 +156,27 @@ def least_states(cut: Cut) -> float:
 
 @lru_cache(maxsize=512)
 def live_counts(name: str, pp: int, micro_batches: int, virtual: int) -> list[list[tuple[int, ...]]]:
-    """For every rank, how many micro-batches it keeps of each of its stages in each of STATES, stage by stage, at all
-    moments that can be its fullest.
+    """For every rank, how many micro-batches it keeps of each of its stages in each of STATES, stage by stage, and how
+    many messages it receives for its next action, at all moments that can be its fullest.
 
     Moments at which it keeps no more of any than at another are left out. A weight gradient still in the queue keeps
     its micro-batch: memory is free after W.
     """
     lists = schedules.schedule(name, pp, micro_batches, virtual)
-    return [
-        _maximal(_moments(actions, stages))
-        for actions, stages in zip(lists, schedules.stage_of_rank(name, pp, virtual), strict=True)
-    ]
+    rank_of, last = rank_of_work(lists), schedules.num_stages(name, pp, virtual)
+    found = []
+    for rank, (actions, stages) in enumerate(zip(lists, schedules.stage_of_rank(name, pp, virtual), strict=True)):
+        needed = [inputs(action, last) for action in actions[1:]]
+        ahead = [sum(rank_of[item.stage, item.micro_batch] != rank for item in items) for items in needed]
+        found.append(_maximal(_moments(actions, stages, [*ahead, 0])))
+    return found
 
 
-def _moments(actions: list[Action], stages: list[int]) -> set[tuple[int, ...]]:
-    """What a rank keeps right after each of its actions."""
+def _moments(actions: list[Action], stages: list[int], ahead: list[int]) -> set[tuple[int, ...]]:
+    """What a rank keeps right after each of its actions. ahead: messages it is receiving then."""
     live = [0] * (len(STATES) * len(stages))
     found = set()
-    for action in actions:
+    for action, messages in zip(actions, ahead, strict=True):
         for half in action.halves():
             first = len(STATES) * stages.index(half.stage)
             if half.kind is Kind.F:
@@ -181,7 +186,7 @@ def _moments(actions: list[Action], stages: list[int]) -> set[tuple[int, ...]]:
             else:
                 live[first] -= 1
                 live[first + 1] += half.kind is Kind.I
-        found.add(tuple(live))
+        found.add((*live, messages))
     return found
 
 
@@ -258,11 +263,24 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[st
                     total[name] = total.get(name, 0.0) + size * blocks.count(moe)
             if keeping != "engine":
                 total |= _of_megatron(cut, spec)
-            elif state != "queued":
-                total |= kept_bytes(engine_kept.stage_tensors(sizes, len(spec.mtp), spec.head), strategy.recompute)
+            else:
+                of_stage = engine_kept.stage_tensors(sizes, len(spec.mtp), spec.head)
+                if state == "queued":
+                    of_stage = engine_kept.stage_queued(sizes, len(spec.mtp))
+                total |= kept_bytes(of_stage, strategy.recompute)
             found.append(total)
         needs.append((found, max((working[moe] for moe in set(blocks)), default=0.0)))
     return needs
+
+
+def _weight_codes(cut: Cut, pp: int, keeping: str, load: float) -> float:
+    """Bytes of the codes of a rank's weights, where this engine computes with them."""
+    if keeping != "engine" or not cut.strategy.precision.fp8_activations:
+        return 0.0
+    sizes = engine_kept.Sizes(cut.model, cut.strategy, load)
+    parts = [part for part in cut.rank_parts(pp) if part.partition(".")[0] in ("layers", "mtp")]
+    joins = sum(4 * cut.model.dim**2 for part in parts if part.startswith("mtp"))
+    return joins + sum(engine_kept.weight_codes(sizes, cut.is_moe(part)) for part in parts)
 
 
 def _of_megatron(cut: Cut, spec: StageSpec) -> dict[str, float]:
@@ -299,6 +317,13 @@ def _states(cut: Cut, pp: int) -> tuple[StateBytes, float, float]:
     return total, dense, experts
 
 
+def _message(cut: Cut) -> float:
+    """Bytes of what crosses a stage's border."""
+    strategy = cut.strategy
+    along = strategy.layout.tp if strategy.sequence_parallel else 1
+    return strategy.precision.parameter * strategy.tokens * cut.model.dim / along
+
+
 def _buffers(cut: Cut, pp: int) -> dict[str, float]:
     """Space for communication: gathered layers of ZeRO-3 with their unsharded gradients, pipeline messages, rows."""
     strategy, model = cut.strategy, cut.model
@@ -309,7 +334,7 @@ def _buffers(cut: Cut, pp: int) -> dict[str, float]:
         buffers["gathered parameters"] = 2 * largest * 2.0
     if strategy.zero >= 2:
         buffers["gradients before reduction"] = largest * min(4.0, strategy.precision.gradient)
-    message = 2.0 * strategy.tokens * model.dim / (strategy.layout.tp if strategy.sequence_parallel else 1)
+    message = _message(cut)
     if strategy.layout.pp > 1:
         buffers["pipeline messages"] = 4 * message
     if strategy.layout.ep > 1 and any(cut.blocks(cut.stages[stage])[-1:] for stage in cut.placement.stages_of_rank[pp]):

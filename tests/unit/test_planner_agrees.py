@@ -17,6 +17,7 @@ MINI = "model=mini_v3 model.num_layers=4 parallel.dp=4 parallel.ep=4"
 FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
     ("model=mini_v3 model.num_layers=6 pipeline=zbv parallel.pp=2 parallel.dp=4 parallel.ep=2 recompute=full", 0, 1.0),
+    (f"{MINI} parallel.pp=1 precision=fp8", 0, 1.0),
     ("model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000 parallel.dp=8 parallel.ep=8", 0, 1.0),
 ]
 MORE = [
@@ -27,6 +28,9 @@ MORE = [
     (f"{MINI} pipeline=gpipe parallel.pp=2 recompute=selective recompute.names=[attention]", 0, 1.0),
     (f"{MINI} pipeline=interleaved_1f1b pipeline.virtual_stages=2 parallel.pp=2 model.tied_head=true", 0, 1.0),
     (f"{MINI} parallel.pp=1 precision=fp32", 0, 1.0),
+    (f"{MINI} pipeline=dualpipe parallel.pp=2 precision=fp8 model.q_lora_rank=64 recompute=selective", 0, 1.0),
+    (f"{MINI} pipeline=zb_h1 parallel.pp=2 precision=fp8", 4, 1.0),
+    (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full", 0, 1.0),
     ("model=mixtral_8x7b model.num_layers=4 model.dim=256 model.vocab_size=1000 model.expert_hidden=512 "
      "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=dualpipev", 0, 1.0),
     ("model=deepseek_v2_lite model.num_layers=3 parallel.dp=8 parallel.ep=8", 3, 1.5),
@@ -34,7 +38,8 @@ MORE = [
 
 
 def job(words: str) -> Config:
-    given = ["precision=bf16", *words.split(), "train.seq_len=1024", "train.micro_batch=1", "train.global_batch=32"]
+    given = ["precision=bf16"] if "precision=" not in words else []
+    given += [*words.split(), "train.seq_len=1024", "train.micro_batch=1", "train.global_batch=32"]
     config = load("train", [*given, "train.eval_sequences=0"])
     validate(config)
     return resolve(config)
