@@ -13,7 +13,16 @@ from moe_engine.cli import out_file
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import conf_folder, load
-from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from moe_engine.config.schema import (
+    ContextParallelConfig,
+    ModelConfig,
+    MoESection,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from moe_engine.config.strict import shown
 from moe_engine.planner import report, search
 from moe_engine.planner.answer import answer
 from moe_engine.planner.efficiencies import efficiency_of_card, read_efficiencies
@@ -37,6 +46,8 @@ class PlanConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    moe: MoESection = field(default_factory=MoESection)  # of a dry run
+    cp: ContextParallelConfig = field(default_factory=ContextParallelConfig)  # of a dry run
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanSection = field(default_factory=PlanSection)
     tokens: float = 1e12  # to train on, for days and GPU-hours
@@ -70,7 +81,8 @@ options:
   tokens=14.8e12            tokens to train on
   search=true               the ten fastest layouts for this model, batch and cluster; out=best.yaml for `train`
   dry_run=true rank=5       that rank's step by the engine's own code without data: exact bytes, collectives, actions;
-                            plan.load=1.5: its experts are the busiest and get 1.5 times the mean
+                            plan.load=1.5: its experts are the busiest and get 1.5 times the mean; sections moe and
+                            cp as for train: moe.wire=fp8, cp.exchange=ulysses
   validate=measured.csv     predict published steps (or layouts that fitted or not) and print the errors
   fit=measured.csv          fit efficiencies to measured steps into out=efficiencies.csv; plan.efficiencies= uses them
   topic=memory_70b          worked example: 70 billion parameters under data parallel and ZeRO-1, 2, 3
@@ -235,6 +247,12 @@ def _check_options(config: PlanConfig) -> None:
         problems.append("search=true: a dry run is of one layout; use search=false, or dry_run=false")
     if config.rank and not config.dry_run:
         problems.append(f"rank={config.rank}: is which rank of a dry run; use dry_run=true, or rank=0")
+    for section, usual in (("moe", MoESection()), ("cp", ContextParallelConfig())):
+        given = getattr(config, section)
+        if given != usual and not config.dry_run:
+            name = next(name for name, value in vars(given).items() if value != getattr(usual, name))
+            option = shown(f"{section}.{name}", getattr(given, name))
+            problems.append(f"{option}: is for a dry run; use dry_run=true, or leave it out")
     out = Path(config.out)
     suffixes: tuple[str, ...]
     if config.fit:

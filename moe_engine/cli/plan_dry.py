@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.schema import Config
+from moe_engine.config.schema import Config, MoESection
 from moe_engine.config.strict import shown
 from moe_engine.config.validate import resolve, validate
 from moe_engine.planner.collectives import step_bytes
@@ -39,10 +39,16 @@ def job(config: PlanConfig) -> Config:
         parallel=config.parallel,
         pipeline=config.pipeline,
         precision=config.precision,
+        moe=config.moe,
+        cp=config.cp,
         recompute=recompute_section(frozenset(config.plan.recompute)),
         train=config.train,
     )
     asked.run.ranks, asked.train.eval_sequences, asked.train.sample_tokens = config.cluster.gpus, 0, 0
+    if config.moe.routing != "natural":
+        raise ConfigError(
+            f"moe.routing={config.moe.routing}: a dry run chooses experts by plan.load; use moe.routing=natural"
+        )
     validate(asked)
     asked = resolve(asked)
     parallel, pipeline = asked.parallel, asked.pipeline
@@ -60,6 +66,16 @@ def _unread(plan: PlanSection) -> list[str]:
     return [
         f"{shown(f'plan.{name}', getattr(plan, name))} is for the planner; a dry run has no use for it"
         for name in given
+    ]
+
+
+def _uncounted(moe: MoESection) -> list[str]:
+    """Notes on what the dry run does and the arithmetic beside it does not count."""
+    usual, names = MoESection(), ("dispatch", "max_recv_rows", "capacity_factor")
+    return [
+        f"{shown(f'moe.{name}', getattr(moe, name))} is in the dry run, and not in the arithmetic"
+        for name in names
+        if getattr(moe, name) != getattr(usual, name)
     ]
 
 
@@ -96,6 +112,7 @@ def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], di
         "routing: " + ("balanced" if load == 1 else f"max_load={load:g}, this rank's experts are the busiest"),
         f"ran in {seconds:.1f} s",
         *_unread(config.plan),
+        *_uncounted(config.moe),
     ]
     if config.plan.compute not in ("", "bf16"):
         notes.append(

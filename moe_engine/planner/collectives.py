@@ -2,14 +2,16 @@
 bytes. The same as the engine's own log (`distributed.collectives.CollectiveLog`) says of a step, summed by purpose.
 
 Bytes are what the rank puts in (of a receive: what comes). Only ways of training that the engine has: ZeRO-1, no
-tensor parallelism, tokens once per rank (or, exact, once per expert); sequences that ranks share are not counted here.
+tensor parallelism, tokens once per rank (or, exact, once per expert) in one exchange, which nothing bounds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe_engine.layout import aligned
+from moe_engine.planner.engine_kept import TILE, heads_over_ranks
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.stages import Cut
 from moe_engine.schedule import schedules
@@ -82,7 +84,7 @@ def buckets(cut: Cut, pp: int) -> list[Bucket]:
     return found
 
 
-def step_bytes(cut: Cut, pp: int, load: float = 1.0, exact: bool = False) -> dict[str, int]:
+def step_bytes(cut: Cut, pp: int, load: float = 1.0) -> dict[str, int]:
     """Bytes of a step of the busiest rank of its group on pipeline rank `pp`, by purpose; purposes without any are
     left out."""
     strategy = cut.strategy
@@ -90,9 +92,18 @@ def step_bytes(cut: Cut, pp: int, load: float = 1.0, exact: bool = False) -> dic
     found = _messages(cut, pp, lists)
     tokens = int(strategy.tokens)
     if strategy.layout.ep > 1:
+        exact = strategy.dispatch == "expert"
         rows = row_counts(cut.model, tokens, strategy.layout.ep, load, exact)
         blocks = sum(cut.blocks(cut.stages[stage]).count(True) for stage in _forwards(lists[pp]))
         found |= {name: size * blocks for name, size in _exchanges(cut, rows, exact).items()}
+    if strategy.layout.cp > 1:
+        stages = _forwards(lists[pp])
+        found |= {
+            name: size * sum(len(cut.blocks(cut.stages[stage])) for stage in stages)
+            for name, size in _shared_sequences(cut).items()
+        }
+        moe = sum(cut.blocks(cut.stages[stage]).count(True) for stage in stages)
+        found["sequence counts"] = 8 * strategy.micro_batch * cut.model.num_experts * moe  # for the balance loss
     held = buckets(cut, pp)
     found["gradients"] = sum(b.shard * b.sharers for b in held if b.sharers > 1) * int(strategy.precision.gradient)
     found["parameters"] = sum(b.shard for b in held if b.sharers > 1) * int(strategy.precision.parameter)
@@ -123,13 +134,39 @@ def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
     model, strategy = cut.model, cut.strategy
     slots = 1 if exact else min(model.top_k, model.num_experts // rows.ep)
     row, weight = model.dim * int(strategy.precision.parameter), max(4, int(strategy.precision.parameter))
+    to_experts = row  # and gradients of what came back; in fp8 codes, filled up to whole numbers of 4 bytes, and scales
+    if strategy.wire_fp8:
+        to_experts = 4 * math.ceil(model.dim / 4) + 4 * math.ceil(model.dim / TILE)
     return {
         "dispatch counts": 2 * 8 * rows.ep,  # rows, and in how many rounds
-        "dispatch": rows.sent * (row + slots * (4 + weight)),
+        "dispatch": rows.sent * (to_experts + slots * (4 + weight)),
         "dispatch backward": rows.received * (row + slots * weight),
         "combine": rows.received * row,
-        "combine backward": rows.sent * row,
+        "combine backward": rows.sent * to_experts,
     }
+
+
+def _shared_sequences(cut: Cut) -> dict[str, int]:
+    """The exchanges of one attention and micro-batch over ranks that share sequences, forward and backward; what each
+    is: `model.context_parallel`."""
+    model, strategy = cut.model, cut.strategy
+    cp, tokens, size = strategy.layout.cp, int(strategy.tokens), int(strategy.precision.parameter)
+    latent, wide = strategy.payload == "latent", max(4, size)
+    key_value = model.qk_head_dim + model.v_head_dim
+    numbers = model.kv_lora_rank + model.qk_rope_head_dim if latent else model.num_kv_heads * key_value
+    own = tokens * numbers
+    by_heads = strategy.exchange == "ulysses"
+    found: dict[str, int] = {}
+    if by_heads:
+        heads = model.num_heads * model.qk_head_dim + (0 if latent else heads_over_ranks(model, cp) * key_value)
+        result = model.num_heads * model.v_head_dim
+        for name, each in (("heads", heads), ("tokens", result)):
+            found |= {f"attention {name}{way}": tokens * each * size for way in ("", " backward")}
+    if strategy.exchange == "ring":
+        found |= {"attention ring": 2 * (cp - 1) * own * size, "attention ring backward": cp * own * wide}
+    elif latent or not by_heads:
+        found |= {"attention gather": 2 * own * size, "attention gather backward": cp * own * wide}
+    return found
 
 
 def _figures(cut: Cut, pp: int) -> dict[str, int]:

@@ -47,18 +47,20 @@ class Sizes:
 
     @property
     def fp8(self) -> bool:
-        """Whether products take codes."""
-        return self.strategy.precision.fp8_activations
+        """Whether products take codes as this engine's do; a plan may assume other software's, one byte a number."""
+        return self.strategy.precision.codes
 
     def read(self, rows: float, width: float) -> float:
         """Bytes of what a product reads again in backward, [rows, width]."""
-        return rows * (width + 4 * math.ceil(width / TILE)) if self.fp8 else rows * width * self.number
+        if self.fp8:
+            return rows * (width + 4 * math.ceil(width / TILE))
+        return rows * width * (1.0 if self.strategy.precision.fp8_activations else self.number)
 
     def waiting(self, rows: float, width: float, groups: float = 1) -> float:
         """Bytes of a product's gradient that waits for the weight's; in fp8 codes with a scale for 128 rows, each of
         the groups filled up to whole ones."""
         if not self.fp8:
-            return rows * width * self.number
+            return self.read(rows, width)
         return width * (TILE + 4) * (math.ceil(rows / TILE) + groups)
 
     @property
@@ -73,7 +75,8 @@ class Sizes:
 
     @cached_property
     def rows(self) -> RowCounts:
-        return row_counts(self.model, round(self.tokens / self.along), self.strategy.layout.ep, self.load)
+        tokens, exact = round(self.tokens / self.along), self.strategy.dispatch == "expert"
+        return row_counts(self.model, tokens, self.strategy.layout.ep, self.load, exact)
 
     @property
     def expert_rows(self) -> float:
@@ -83,6 +86,8 @@ class Sizes:
     @property
     def slots(self) -> int:
         """Experts that a row can be for."""
+        if self.strategy.dispatch == "expert" and self.rows.ep > 1:
+            return 1
         return min(self.model.top_k, self.model.num_experts // self.rows.ep)
 
 
@@ -111,7 +116,12 @@ def queued_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
     """What a block's weight gradients need that wait: input and gradient of output of each matrix; in fp8, codes."""
     model, tp, tokens = sizes.model, sizes.strategy.layout.tp, sizes.tokens
     kept = {tensor.name: tensor.bytes for tensor in block_tensors(sizes, moe) if tensor.name in _READ[sizes.fp8]}
-    gradients = sum(sizes.waiting(tokens, matrix.outputs / tp) for matrix in model.attention())
+    latents = sizes.strategy.layout.cp > 1 and sizes.strategy.payload == "latent"
+    matrices = [matrix for matrix in model.attention() if not (latents and matrix.name == "kv up")]
+    gradients = sum(sizes.waiting(tokens, matrix.outputs / tp) for matrix in matrices)
+    if latents:  # its weight gradient is made with the others' latents at hand, and waits as it is
+        kept.pop("kv_norm", None)
+        gradients += sum(matrix.size * sizes.wide for matrix in model.attention() if matrix.name == "kv up")
     hidden = model.shared_hidden if moe else model.dense_hidden
     if moe:
         experts = model.num_experts / sizes.rows.ep
@@ -199,11 +209,54 @@ def _read_after_norm(
 
 
 def _attention_tensors(sizes: Sizes) -> list[Kept]:
+    alone = _attention_of_one_rank(sizes)
+    return _over_ranks(sizes, alone) if sizes.strategy.layout.cp > 1 else alone
+
+
+def _over_ranks(sizes: Sizes, alone: list[Kept]) -> list[Kept]:
+    """What attention keeps over ranks that share sequences: its core is never made again. Latents that travel are
+    multiplied up where they arrive, and that is not kept; by heads, it keeps what came, and its results twice, as they
+    were made and as they came back."""
+    model, strategy, tokens, number = sizes.model, sizes.strategy, sizes.tokens, sizes.number
+    dropped: set[str] = set()
+    found: list[Kept] = []
+    if strategy.payload == "latent":
+        dropped |= {"k", "kv_up", "kv_norm codes", "kv_norm numbers"}
+        found.append(Kept("rotary keys", tokens * model.qk_rope_head_dim * number))
+        if sizes.fp8:
+            found.append(Kept("latents", tokens * model.kv_lora_rank * number, ("norm",)))
+    if strategy.exchange == "ulysses":
+        dropped.add("q")
+        found.append(Kept("q", tokens * model.num_heads * model.qk_head_dim * number, stays=True))
+        found.append(Kept("results of heads", tokens * model.num_heads * model.v_head_dim * number, stays=True))
+        if strategy.payload == "kv":
+            dropped |= {"k", "v", "kv_up"}
+            vectors = tokens * heads_over_ranks(model, strategy.layout.cp) * number
+            found += [
+                Kept("k", vectors * model.qk_head_dim, stays=True),
+                Kept("v", vectors * model.v_head_dim, stays=True),
+            ]
+    for tensor in alone:
+        if tensor.name in ("attention out", "log-sum-exp"):
+            found.append(Kept(tensor.name, tensor.bytes, stays=True))
+        elif tensor.name not in dropped:
+            found.append(tensor)
+    return found
+
+
+def heads_over_ranks(model: Architecture, cp: int) -> int:
+    """Heads of keys and values on `cp` ranks that share out the queries' heads, each counted where it is needed."""
+    share, served = model.num_heads // cp, model.num_heads // model.num_kv_heads
+    return sum(((rank + 1) * share - 1) // served - rank * share // served + 1 for rank in range(cp))
+
+
+def _attention_of_one_rank(sizes: Sizes) -> list[Kept]:
     model, tokens, number = sizes.model, sizes.tokens, sizes.number
     tp = sizes.strategy.layout.tp
     heads, qk, value = model.num_heads / tp, model.qk_head_dim, model.v_head_dim
+    numbers = tokens * heads * value * number
     out = [
-        Kept("attention out", tokens * heads * value * number, ("core_attn",)),
+        Kept("attention out", numbers if sizes.fp8 else sizes.read(tokens, heads * value), ("core_attn",)),
         Kept("attention out codes", sizes.read(tokens, heads * value) * sizes.fp8),
         Kept("log-sum-exp", tokens * heads * sizes.wide, ("core_attn",)),
     ]

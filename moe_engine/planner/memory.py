@@ -275,7 +275,7 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[st
 
 def _weight_codes(cut: Cut, pp: int, keeping: str, load: float) -> float:
     """Bytes of the codes of a rank's weights, where this engine computes with them."""
-    if keeping != "engine" or not cut.strategy.precision.fp8_activations:
+    if keeping != "engine" or not cut.strategy.precision.codes:
         return 0.0
     sizes = engine_kept.Sizes(cut.model, cut.strategy, load)
     parts = [part for part in cut.rank_parts(pp) if part.partition(".")[0] in ("layers", "mtp")]

@@ -128,6 +128,7 @@ def precision_of(precision: PrecisionConfig, plan: PlanSection) -> Precision:
         master=_WIDTH[precision.master],
         moments=plan.moment_bytes,
         fp8_activations=plan.fp8_activations,
+        codes=precision.name == "fp8",
     )
 
 

@@ -24,7 +24,8 @@ DISPATCH = ("expert", "rank", "node")
 @dataclass(frozen=True)
 class Precision:
     """Bytes of each kind of number. compute: `bf16`, `fp8` or `fp4`, the format of matrix products (what is kept for
-    them is then one byte wide too, where `fp8_activations`).
+    them is then one byte wide too, where `fp8_activations`). codes: as this engine computes in fp8, with all that it
+    keeps for that.
     """
 
     compute: str = "bf16"
@@ -33,6 +34,7 @@ class Precision:
     master: float = 4
     moments: float = 8  # both together
     fp8_activations: bool = False
+    codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Strategy:
     that a sharded state is spread over at most, 0 for all. stage_layers: decoder layers of each stage, empty for as
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
     flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
-    per `node` (from where links spread it). frozen: the weights are not trained (adapters are), so they have no
+    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. exchange, payload: of context
+    parallelism, as in section `cp`. frozen: the weights are not trained (adapters are), so they have no
     gradients and no states.
     """
 
@@ -78,6 +81,9 @@ class Strategy:
     flash: bool = True
     dropout: bool = False
     dispatch: str = "rank"
+    wire_fp8: bool = False
+    exchange: str = "ring"
+    payload: str = "kv"
     frozen: bool = False
     overlap: Overlap = field(default_factory=Overlap)
 

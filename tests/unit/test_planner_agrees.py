@@ -14,10 +14,13 @@ from moe_engine.planner.job import cut_of
 from moe_engine.planner.memory import rank_memory
 
 MINI = "model=mini_v3 model.num_layers=4 parallel.dp=4 parallel.ep=4"
+SHARED = "model=mini_v3 model.num_layers=3 parallel.dp=2 parallel.ep=4"
+GROUPED = "model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000"
 FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
     ("model=mini_v3 model.num_layers=6 pipeline=zbv parallel.pp=2 parallel.dp=4 parallel.ep=2 recompute=full", 0, 1.0),
-    (f"{MINI} parallel.pp=1 precision=fp8", 0, 1.0),
+    (f"{MINI} parallel.pp=1 precision=fp8 moe.wire=fp8", 0, 1.0),
+    (f"{SHARED} parallel.cp=2 cp.exchange=ring", 0, 1.0),
     ("model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000 parallel.dp=8 parallel.ep=8", 0, 1.0),
 ]
 MORE = [
@@ -31,6 +34,12 @@ MORE = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2 precision=fp8 model.q_lora_rank=64 recompute=selective", 0, 1.0),
     (f"{MINI} pipeline=zb_h1 parallel.pp=2 precision=fp8", 4, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full", 0, 1.0),
+    (f"{SHARED} parallel.cp=2 cp.exchange=all_gather cp.payload=latent pipeline=zb_h1 parallel.pp=2", 0, 1.0),
+    (f"{SHARED} parallel.cp=2 cp.exchange=ulysses cp.payload=latent", 3, 1.0),
+    (f"{SHARED} parallel.cp=2 cp.exchange=ulysses recompute=full", 0, 1.0),
+    (f"{SHARED} parallel.cp=2 cp.payload=latent precision=fp8 pipeline=dualpipe parallel.pp=2", 0, 1.0),
+    (f"{GROUPED} parallel.dp=2 parallel.cp=4 parallel.ep=8 cp.exchange=ulysses", 0, 1.0),
+    (f"{MINI} parallel.pp=1 moe.combine=exact", 0, 1.0),
     ("model=mixtral_8x7b model.num_layers=4 model.dim=256 model.vocab_size=1000 model.expert_hidden=512 "
      "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=dualpipev", 0, 1.0),
     ("model=deepseek_v2_lite model.num_layers=3 parallel.dp=8 parallel.ep=8", 3, 1.5),
