@@ -89,4 +89,4 @@ def chosen_ids(mask: Tensor, k: int) -> Tensor:
     if torch.compiler.is_compiling():  # a graph wants sizes that do not depend on the data
         ids = torch.arange(mask.shape[1], device=mask.device).where(mask, mask.shape[1])
         return ids.sort(dim=1).values[:, :k]
-    return mask.nonzero()[:, 1].view(-1, k)
+    return mask.nonzero()[:, 1].clone().view(-1, k)  # its own memory from the start, as an op's result must have
