@@ -55,7 +55,7 @@ aot: $(INSTALLED) ## compile every GPU kernel without a GPU and print what its m
 gpu: $(INSTALLED) ## the tests for a machine with a CUDA device
 	$(PYTEST) -m gpu $(ONE_PROCESS) $(SEVERAL) $(ARGS) $(EMPTY_IS_FINE)
 
-bench-overlap: $(INSTALLED) ## what the overlapped pair hides over a slow wire between two namespaces (needs root)
+bench-overlap: $(INSTALLED) ## what the overlapped pair hides over a slow wire, as root (ARGS="bench.cases=[real100]": at 100 Mbit/s)
 	$(BIN)/moe-engine bench overlap $(ARGS)
 
 clean: ## remove the virtual environment and all caches (keeps runs/ and data_cache/)
