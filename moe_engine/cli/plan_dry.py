@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.schema import Config, MoESection
+from moe_engine.config.schema import Config
 from moe_engine.config.strict import shown
 from moe_engine.config.validate import resolve, validate
 from moe_engine.planner.collectives import step_bytes
@@ -69,14 +69,20 @@ def _unread(plan: PlanSection) -> list[str]:
     ]
 
 
-def _uncounted(moe: MoESection) -> list[str]:
+def _uncounted(config: PlanConfig) -> list[str]:
     """Notes on what the dry run does and the arithmetic beside it does not count."""
-    usual, names = MoESection(), ("dispatch", "max_recv_rows", "capacity_factor")
-    return [
-        f"{shown(f'moe.{name}', getattr(moe, name))} is in the dry run, and not in the arithmetic"
+    usual = Config()
+    options = {
+        "moe": ("dispatch", "max_recv_rows", "capacity_factor"),
+        "precision": ("wgrad", "bf16_first_layers", "bf16_last_layers"),
+    }
+    given = [
+        shown(f"{section}.{name}", getattr(getattr(config, section), name))
+        for section, names in options.items()
         for name in names
-        if getattr(moe, name) != getattr(usual, name)
+        if getattr(getattr(config, section), name) != getattr(getattr(usual, section), name)
     ]
+    return [f"{option} is in the dry run, and not in the arithmetic" for option in given]
 
 
 def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:
@@ -112,7 +118,7 @@ def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], di
         "routing: " + ("balanced" if load == 1 else f"max_load={load:g}, this rank's experts are the busiest"),
         f"ran in {seconds:.1f} s",
         *_unread(config.plan),
-        *_uncounted(config.moe),
+        *_uncounted(config),
     ]
     if config.plan.compute not in ("", "bf16"):
         notes.append(
