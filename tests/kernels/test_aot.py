@@ -73,7 +73,8 @@ def compile_all(*arguments: str, environment: dict[str, str] | None = None) -> l
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(row: dict[str, Any]) -> None:
+def check(row: dict[str, Any], barriers: int = 1) -> None:
+    """barriers: the most that a step of a Hopper form may have."""
     name = row["kernel"]
     assert row["spills"] == 0 and row["local"] == 0, name
     assert row["shared"] <= SHARED, name
@@ -84,10 +85,10 @@ def check(row: dict[str, Any]) -> None:
             narrow = sum(count for access, count in row["accesses"].items() if not access.endswith(".128"))
             assert narrow <= 8, (name, row["accesses"])
     if "gemm" in name or "wgrad" in name:
-        check_product(row)
+        check_product(row, barriers)
 
 
-def check_product(row: dict[str, Any]) -> None:
+def check_product(row: dict[str, Any], barriers: int) -> None:
     name, fp8 = row["kernel"], "fp8" in row["kernel"]
     kind = "QGMMA.64x128x32.F32.E4M3.E4M3" if fp8 else "HGMMA"
     assert row["mma"] and all(mma.startswith(kind) and ".F32" in mma for mma in row["mma"]), (name, row["mma"])
@@ -95,9 +96,10 @@ def check_product(row: dict[str, Any]) -> None:
     ceiling = next(number for start, number in LOOP_CEILINGS.items() if name.startswith(start))
     assert row["other_per_mma"] <= ceiling, (name, row["other_per_mma"])
     if name.startswith("hopper"):
-        # Groups of 128 threads wait for themselves: one barrier of their own a step, none of the whole program's;
-        # registers moved from the loading warp to those that multiply.
-        assert [text.split(", ")[1:] for text in row["barriers"]] == [["0x80"]] and row["register_limits"], name
+        # Groups of 128 threads wait for themselves: barriers of their own, none of the whole program's; registers moved
+        # from the loading warp to those that multiply.
+        own = [text.split(", ")[1:] == ["0x80"] for text in row["barriers"]]
+        assert all(own) and 1 <= len(own) <= barriers and row["register_limits"], (name, row["barriers"])
     if fp8:
         # Four instructions make 128 of the sum; then every number goes into the fp32 total once.
         assert row["ffma_per_mma"] == 16, name
@@ -130,7 +132,7 @@ def test_every_kernel_and_tuning_entry_with_another_triton(tmp_path: Path) -> No
     version = next(Path(folder).glob("triton-*.dist-info")).name.split("-")[1]
     assert version.startswith("3.6."), version
     for row in compile_all(environment={"PYTHONPATH": folder, "TRITON_CACHE_DIR": str(tmp_path)}):
-        check(row)
+        check(row, barriers=2)  # 3.6 puts one on either side of a product that stays in flight
 
 
 @pytest.mark.slow
