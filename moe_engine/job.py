@@ -23,13 +23,14 @@ from moe_engine.data.batches import PackedDataset, micro_batches
 from moe_engine.data.corpus import Corpus, prepare_text
 from moe_engine.distributed import groups
 from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.distributed.device import check_device, device_of_rank
 from moe_engine.expert_load import LoadHistory
 from moe_engine.metrics import RunFolder, StepMetrics, measure_matrix_rate, peak_memory_gib, progress, shown
 from moe_engine.model.batch import Batch
 from moe_engine.pipeline.generate import generate
 from moe_engine.pipeline.trace import makespan_and_bubbles
 from moe_engine.planner.flops import mfu, sequence_flops
-from moe_engine.trainer import StepResult, Trainer, check_device, device_of_rank
+from moe_engine.trainer import StepResult, Trainer
 
 PROMPT = "def "
 

@@ -8,7 +8,6 @@ balancing bias moves once.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from moe_engine.config.load import to_yaml
 from moe_engine.config.routing import routing_mode
 from moe_engine.config.schema import Config, moe_layer_config
 from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.distributed.device import check_device, pair_sms, synchronizer
 from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.expert_load import ExpertLoads, load_figures
 from moe_engine.layout import Layout, Placement
@@ -79,42 +79,6 @@ class StepResult:
     rearranged: Rearranged | None  # where experts were due to move after this step
 
 
-def device_of_rank() -> torch.device:
-    """The GPU of this local rank, or the CPU where there is none. Raises ConfigError for more ranks than GPUs."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if count == 1 and "SLURM_PROCID" in os.environ:  # Slurm can show each task its own GPU alone
-        return torch.device("cuda", 0)
-    if local >= count:
-        raise ConfigError(
-            f"LOCAL_RANK={local}: each rank needs a GPU of its own, and this node has {count}; start {count} ranks on "
-            "it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
-    return torch.device("cuda", local)
-
-
-def check_device(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what only GPUs can do."""
-    if config.moe.dispatch == "nvshmem" and device.type != "cuda":
-        raise ConfigError(
-            "moe.dispatch=nvshmem: GPUs put the rows, and there is none here; use moe.dispatch=all_to_all "
-            "(run.check=true checks a job of another machine)"
-        )
-
-
-def pair_sms(device: torch.device, exchange_sms: int) -> int | None:
-    """Multiprocessors that products of a woven pair use: all but those for exchanges. None on a CPU, which has none."""
-    if device.type != "cuda":
-        return None
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - exchange_sms)
-
-
-def _synchronizer(device: torch.device) -> Callable[[], None]:
-    """What a trace calls at each mark so that the device's work before it is done."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-
-
 class Trainer:
     """Model stages, optimizer and executor of one rank. `config` must be resolved (`parallel.dp` filled in).
 
@@ -142,7 +106,7 @@ class Trainer:
         )
         pipeline, pp = config.pipeline, config.parallel.pp
         order = pair.BLOCKING if device.type == "cpu" else pair.LAUNCHING
-        self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, _synchronizer(device))
+        self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, synchronizer(device))
         order_of_pairs = order if pipeline.overlap else None
         self.executor = Executor(
             self.stages, self.groups, order_of_pairs, self.tracer, pair_sms(device, config.moe.exchange_sms)

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from moe_engine.distributed import groups
-from moe_engine.trainer import device_of_rank
+from moe_engine.distributed.device import device_of_rank
 
 
 def run_ranks(world: int, threads: int, function: Callable[..., Any], *args: Any) -> list[Any]:

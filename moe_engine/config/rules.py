@@ -57,3 +57,11 @@ class Rules:
     def finish(self) -> None:
         if self._problems:
             raise ConfigError("\n".join(self._problems))
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def nearest(value: int, candidates: list[int]) -> int:
+    return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))

@@ -15,8 +15,9 @@ from dataclasses import asdict
 from moe_engine.config import strict
 from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_model, check_trainable
-from moe_engine.config.routing import routing_problem
+from moe_engine.config.routing_rules import check_room, check_routing, check_routing_mode
 from moe_engine.config.rules import Rules as _Rules
+from moe_engine.config.rules import divisors, nearest
 from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig
 
 # recipe: its compute format
@@ -25,13 +26,7 @@ PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "
 MOST_BYTES_OF_A_NAME = 255  # of a file or folder, on all usual file systems
 _WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
 _CHOICES = {
-    "score_function": ("sigmoid", "softmax"),
-    "group_score": ("sum_top2", "max"),
-    "combine": ("dedup", "exact"),
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
-    "wire": ("model", "fp8"),
-    "dispatch": ("all_to_all", "hierarchical", "nvshmem"),
-    "drop": ("score", "position"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
@@ -54,16 +49,16 @@ def validate(config: Config, world: int | None = None) -> None:
     world = world or config.run.ranks
     check_model(rules)
     check_trainable(rules)
-    _check_routing(rules, "model.", "moe.")
+    check_routing(rules, "model.", "moe.")
     _check_precision(rules)
     _check_recompute(rules)
     _check_optim_and_data(rules)
     _check_train(rules)
     _check_layout(rules, world)
     _check_placement(rules)
-    _check_room(rules)
+    check_room(rules)
     check_context_parallel(rules)
-    _check_routing_mode(rules)
+    check_routing_mode(rules)
     _check_batch(rules, world)
     rules.finish()
 
@@ -80,7 +75,7 @@ def validate_moe(config: MoEConfig) -> None:
             rules.refuse("swiglu_limit", "there is a gate to clamp only in gated experts; use gated=true")
         if config.activation != "silu":
             rules.refuse("swiglu_limit", "the clamped activation takes the place of silu; use activation=silu")
-    _check_routing(rules, "", "")
+    check_routing(rules, "", "")
     rules.finish()
 
 
@@ -103,72 +98,6 @@ def _data_parallel(config: Config, world: int | None) -> int:
     if world is not None:
         return max(1, world // (parallel.pp * parallel.cp * parallel.tp))
     return parallel.ep // math.gcd(parallel.ep, parallel.cp)
-
-
-def _check_routing(rules: _Rules, model: str, moe: str) -> None:
-    """Experts and router; `model` and `moe` are the prefixes of the sections that hold the options."""
-    experts, top_k, groups, top_groups = (model + name for name in ("num_experts", "top_k", "num_groups", "top_groups"))
-    rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
-    rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
-    rules.at_least(0, moe + "max_recv_rows", moe + "capacity_factor")
-    rules.positive(1.0, model + "route_scale")
-    for name in (
-        model + "score_function",
-        model + "group_score",
-        moe + "combine",
-        moe + "wire",
-        moe + "dispatch",
-        moe + "drop",
-    ):
-        rules.one_of(name, _CHOICES[name.rpartition(".")[2]])
-    _check_nvshmem(rules, moe)
-    if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
-        rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")
-    if rules.sound(groups, top_groups) and rules[top_groups] > rules[groups]:
-        rules.refuse(top_groups, f"there are {groups}={rules[groups]}; use {top_groups}={rules[groups]} or less")
-    if rules.sound(experts, groups):
-        _check_groups(rules, experts, top_k, groups, top_groups, model + "group_score")
-
-
-def _check_nvshmem(rules: _Rules, moe: str) -> None:
-    """The host never learns how many rows arrive, so it cannot share them out over rounds."""
-    dispatch, bound = moe + "dispatch", moe + "max_recv_rows"
-    if rules.sound(dispatch, bound) and rules[dispatch] == "nvshmem" and rules[bound]:
-        rules.refuse(bound, f"{dispatch}=nvshmem has no further rounds; use {bound}=0, or {dispatch}=all_to_all")
-
-
-def _check_room(rules: _Rules) -> None:
-    """Room of a rank for rows that kernels put."""
-    capacity, dispatch = "moe.recv_capacity", "moe.dispatch"
-    rules.at_least(0, capacity)
-    rules.at_least(1, "moe.exchange_sms")
-    if rules.sound(capacity, dispatch) and rules[capacity] and rules[dispatch] != "nvshmem":
-        rules.refuse(
-            capacity,
-            f"with {dispatch}={rules[dispatch]} a rank takes what comes; use {capacity}=0, or {dispatch}=nvshmem",
-        )
-
-
-def _check_groups(rules: _Rules, experts: str, top_k: str, groups: str, top_groups: str, group_score: str) -> None:
-    """Node-limited routing: the experts in equal groups, of which the best few have room for top_k."""
-    if rules[experts] % rules[groups]:
-        near = _divisors(rules[experts])
-        rules.refuse(groups, f"must divide {experts}={rules[experts]}; use {groups}={_nearest(rules[groups], near)}")
-        return
-    per_group = rules[experts] // rules[groups]
-    if rules.sound(top_k, top_groups) and rules[top_groups] * per_group < rules[top_k]:
-        enough = -(-rules[top_k] // per_group)
-        rules.refuse(
-            top_groups,
-            f"{rules[top_groups]} groups of {per_group} experts hold fewer than {top_k}={rules[top_k]}; "
-            f"use {top_groups}={enough} or more",
-        )
-    if rules[groups] > 1 and rules[group_score] == "sum_top2" and per_group < 2:
-        rules.refuse(
-            group_score,
-            f"the sum of the best two needs at least 2 experts a group, and {experts}={rules[experts]} in "
-            f"{groups}={rules[groups]} gives {per_group}; use {group_score}=max",
-        )
 
 
 def _check_precision(rules: _Rules) -> None:
@@ -286,7 +215,7 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
         if rules["parallel.pp"] > most:
             rules.refuse("parallel.pp", f"the model has blocks for {most} stages; use parallel.pp={most} or less")
     if rules.sound("parallel.ep", "model.num_experts") and rules["model.num_experts"] % rules["parallel.ep"]:
-        near = _nearest(rules["parallel.ep"], _divisors(rules["model.num_experts"]))
+        near = nearest(rules["parallel.ep"], divisors(rules["model.num_experts"]))
         rules.refuse(
             "parallel.ep", f"must divide model.num_experts={rules['model.num_experts']}; use parallel.ep={near}"
         )
@@ -319,25 +248,12 @@ def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
     replicas = _data_parallel(rules.config, world) * rules["parallel.cp"]
     ep = rules["parallel.ep"]
     if replicas % ep:
-        near = _nearest(ep, [d for d in _divisors(replicas) if rules["model.num_experts"] % d == 0])
+        near = nearest(ep, [d for d in divisors(replicas) if rules["model.num_experts"] % d == 0])
         rules.refuse(
             "parallel.ep",
             f"must divide parallel.dp * parallel.cp = {replicas}; use parallel.ep={near}, "
             f"or parallel.dp={math.lcm(replicas, ep)}",
         )
-
-
-def _check_routing_mode(rules: _Rules) -> None:
-    """Choices that do not come from the router."""
-    routing, record = "moe.routing", "moe.record_routing"
-    rules.at_least(0, record)
-    if rules.sound(record, "train.steps") and rules[record] > rules["train.steps"]:
-        last = rules["train.steps"]
-        rules.refuse(record, f"the last step is train.steps={last}; use {record}={last} or less")
-    if rules.sound("model.num_experts", "model.top_k"):
-        problem = routing_problem(routing, rules[routing], rules["model.num_experts"], rules["model.top_k"])
-        if problem:
-            rules.refuse(routing, problem)
 
 
 def _check_placement(rules: _Rules) -> None:
@@ -347,7 +263,7 @@ def _check_placement(rules: _Rules) -> None:
     rules.fraction(0.05, gain)
     if rules[every] and rules.sound(every, ep, experts) and rules[ep] in (1, rules[experts]):
         where = "all experts are on one rank" if rules[ep] == 1 else "each rank has one expert"
-        others = [ranks for ranks in _divisors(rules[experts]) if 1 < ranks < rules[experts]]
+        others = [ranks for ranks in divisors(rules[experts]) if 1 < ranks < rules[experts]]
         use = f"{every}=0" + (f", or {ep}={others[0]}" if others else "")
         rules.refuse(every, f"with {ep}={rules[ep]} {where}, and moving them evens out nothing; use {use}")
 
@@ -399,11 +315,3 @@ def _check_batch(rules: _Rules, world: int | None) -> None:
             f"{batch} / (parallel.dp * {micro_batch}) = {derived} here; leave it out, "
             f"or use {batch}={unit * given if given > 0 else unit}",
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _nearest(value: int, candidates: list[int]) -> int:
-    return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))

@@ -19,11 +19,12 @@ from torch import Tensor
 import moe_kernels
 from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import CollectiveLog
+from moe_engine.distributed.device import pair_sms
 from moe_engine.model.transformer import LossRule
 from moe_engine.ops import grouped_linear
 from moe_engine.pipeline.executor import Executor
 from moe_engine.schedule import pair
-from moe_engine.trainer import Trainer, pair_sms
+from moe_engine.trainer import Trainer
 
 # A dense block at the front, MTP and the loss at the end, stages of different numbers of blocks.
 CASES = [

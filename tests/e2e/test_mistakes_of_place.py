@@ -19,7 +19,7 @@ from forked import run_command
 
 from moe_engine.__main__ import main
 from moe_engine.config.errors import ConfigError
-from moe_engine.trainer import device_of_rank
+from moe_engine.distributed.device import device_of_rank
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 SMALL = [
