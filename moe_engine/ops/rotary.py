@@ -33,8 +33,8 @@ class Turn:
     def back(self) -> Turn:
         return Turn(self.factors.conj().resolve_conj(), self.interleaved)
 
-    def end(self, x: Tensor, row: int) -> None:
-        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`.
+    def end(self, x: Tensor, row: int) -> Tensor:
+        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`: these, a view.
 
         One pass. Pairs of a vector are the innermost loop, so its bits do not depend on what is beside it.
         """
@@ -46,6 +46,7 @@ class Turn:
             turned = torch.complex(first, second).mul_(self.factors[row])
             first.copy_(turned.real)
             second.copy_(turned.imag)
+        return end
 
 
 class _Rotate(torch.autograd.Function):

@@ -46,7 +46,9 @@ class _Operands:
         """[heads, S, H/G, d]."""
         wide = scratch.queries("q", self.q, piece)
         if self.turn is not None:
-            self.turn.end(wide, piece.row)
+            turned = self.turn.end(wide, piece.row)
+            if self.q.dtype != wide.dtype:  # rounded as where turned queries exist whole: ranks that share rows
+                turned.copy_(turned.to(self.q.dtype))
         return wide
 
     def keys(self, scratch: Scratch, piece: Piece) -> Tensor:
@@ -274,7 +276,7 @@ def latent_attention(
     """`short_attention` of queries whose last r numbers `turn` turns, and keys that end with those of `k_rope`.
 
     q [B, S, H, n + r]; kv [B, S, H, n + value], a head's key, then its values; k_rope [B, S, r], turned already
-    -> [B, S, H, value]. Turned queries are not rounded to q's dtype.
+    -> [B, S, H, value].
     """
     out: Tensor = _LatentAttention.apply(q, kv, k_rope, visible, scale, turn, value)
     return out
