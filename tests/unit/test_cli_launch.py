@@ -150,8 +150,9 @@ def test_given_ranks_that_do_not_fit_are_refused_by_rank_0_first(
 
 
 def test_more_ranks_are_started_with_the_same_words(
-    job: FakeJob, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    job: FakeJob, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where no run of that name is
     started: list[tuple[list[str], int, int]] = []
 
     def start(command: list[str], world: int, threads: int) -> int:
