@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE, TensorFiles
+from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
-from moe_engine.checkpoint.stream import Announced, Progress, cut, new_folder, write_file
+from moe_engine.checkpoint.huggingface.writer import write_folder
+from moe_engine.checkpoint.stream import Announced, Progress
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface import model_config
 from moe_engine.ops.random import normal
@@ -76,25 +77,14 @@ def upcycle(
     files = TensorFiles(source)
     try:
         made = _Made(files, family, recipe, float(config.get("initializer_range") or 0.02), dtype)
-        shards = cut(made.announced(), shard_bytes)
-        total = sum(tensor.nbytes for shard in shards for tensor in shard)
-        progress = progress or Progress()
-        progress.begin(total)
-        sizes: dict[str, int] = {}
-        with new_folder(out, total) as partial:
-            weight_map: dict[str, str] = {}
-            for i, shard in enumerate(shards, start=1):
-                file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-                sizes[file] = write_file(partial / file, shard, made.value, progress)
-                weight_map |= {tensor.key: file for tensor in shard}
-            if len(shards) > 1:
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            (partial / CONFIG).write_text(json.dumps(moe_config, indent=2) + "\n")
-            HuggingFaceWeights(partial).close()  # every tensor of the new model is there, and no other
+        return write_folder(out, made.announced(), made.value, moe_config, shard_bytes, progress, _complete)
     finally:
         files.close()
-    return sizes
+
+
+def _complete(folder: Path) -> None:
+    """Raises ConfigError unless every tensor of the new model is there, and no other."""
+    HuggingFaceWeights(folder).close()
 
 
 def _read_config(source: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,23 @@ def write_huggingface(
     config["torch_dtype"] = str(export.common_dtype()).removeprefix("torch.")
     if dtype == FP8:
         config["quantization_config"] = _QUANTIZATION
-    shards = cut(export.announced(), shard_bytes)
+    return write_folder(out, export.announced(), export.value, config, shard_bytes, progress)
+
+
+def write_folder(
+    out: Path,
+    tensors: Iterable[Announced],
+    value: Callable[[str], Tensor],
+    config: Mapping[str, Any],
+    shard_bytes: int,
+    progress: Progress | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> dict[str, int]:
+    """Make the folder `out` of config.json and the announced tensors, each `value(key)`; the size of each file.
+
+    check: called with the folder before it appears; what it raises leaves nothing behind.
+    """
+    shards = cut(tensors, shard_bytes)
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     progress = progress or Progress()
     progress.begin(total)
@@ -65,11 +81,13 @@ def write_huggingface(
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(shards, start=1):
             file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-            sizes[file] = write_file(partial / file, shard, export.value, progress)
+            sizes[file] = write_file(partial / file, shard, value, progress)
             weight_map |= {tensor.key: file for tensor in shard}
         if len(shards) > 1:
             _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(partial / CONFIG, config)
+        if check is not None:
+            check(partial)
     return sizes
 
 
