@@ -60,9 +60,9 @@ class Strategy:
     that a sharded state is spread over at most, 0 for all. stage_layers: decoder layers of each stage, empty for as
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
     flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
-    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. exchange, payload: of context
-    parallelism, as in section `cp`. frozen: the weights are not trained (adapters are), so they have no
-    gradients and no states.
+    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. symmetric: bytes
+    of symmetric memory, where kernels put rows. exchange, payload: of context parallelism, as in section `cp`. frozen:
+    the weights are not trained (adapters are), so they have no gradients and no states.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -82,6 +82,7 @@ class Strategy:
     dropout: bool = False
     dispatch: str = "rank"
     wire_fp8: bool = False
+    symmetric: int = 0
     exchange: str = "ring"
     payload: str = "kv"
     frozen: bool = False

@@ -20,8 +20,8 @@ from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
 from moe_engine.moe.dispatch.links import Journey, Links, Windows, as_it_is
 from moe_engine.moe.dispatch.rows import join_slots, plan_rows, split_slots
 from moe_engine.moe.placement import ExpertPlacement
-from moe_engine.ops.row_bytes import row_bytes
 from moe_engine.ops.window import Runtime, Way, Window
+from moe_engine.planner.symmetric import window_sizes
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,10 @@ def open_windows(
     capacity: the most (token, expert) pairs that a rank takes at once, 0: as many as there can be. All ranks of the job
     call it. All layers share it: their exchanges come one after the other.
     """
-    local = config.num_experts // group.size
-    at_one = min(config.top_k, local)  # choices of a token that can be at one rank
-    most_choices = capacity or group.size * tokens * at_one
-    exact = config.combine == "exact"
-    most_rows = min(most_choices, group.size * tokens * (at_one if exact else 1))
-    sent = tokens * (config.top_k if exact else min(config.top_k, group.size))
-    slots = (1 if exact else at_one) * (4 + torch.promote_types(dtype, torch.float32).itemsize)
-    row = max(config.dim * dtype.itemsize, row_bytes(config.dim), slots)
-    rows = Window("rows", group, runtime, max(most_rows, sent) * row, num_sms, device)
-    counts = Window("counts", group, runtime, group.size**2 * 8, 1, device)
-    return Windows(rows, counts, most_rows, most_choices)
+    sizes = window_sizes(config, group.size, tokens, dtype.itemsize, capacity)
+    rows = Window("rows", group, runtime, sizes.rows, num_sms, device)
+    counts = Window("counts", group, runtime, sizes.counts, 1, device)
+    return Windows(rows, counts, sizes.most_rows, sizes.most_choices)
 
 
 @torch.no_grad()

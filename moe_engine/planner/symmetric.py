@@ -1,0 +1,70 @@
+"""Symmetric memory of `moe.dispatch=nvshmem`, by arithmetic: what every rank sets aside before the first step.
+
+Kernels put rows into memory that all ranks have at the same addresses, and the host never learns how many come. So
+there is room for the most rows there could be, or for as many as `moe.recv_capacity` says; all layers share it. Every
+part has two halves, for exchanges of even and of odd number (docs/design/nvshmem.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
+from moe_engine.planner.engine_kept import TILE
+
+ALIGNMENT = 128  # bytes
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class WindowSizes:
+    """What the windows of one expert-parallel group have room for.
+
+    most_rows, most_choices: rows and (token, expert) pairs that a rank takes in one exchange at most. rows, counts:
+    bytes of one half of a window's staging, and of its buffer: of rows and of their numbers. ranks: of the group.
+    """
+
+    ranks: int
+    most_rows: int
+    most_choices: int
+    rows: int
+    counts: int
+
+    @property
+    def by_use(self) -> dict[str, int]:
+        """Bytes of symmetric memory of one rank."""
+        notes_and_signals = 2 * (2 * self.ranks * 16) + 2 * self.ranks * 8  # of one window
+        return {
+            "symmetric rows": 2 * 2 * self.rows,
+            "symmetric counts": 2 * 2 * self.counts,
+            "symmetric signals": 2 * notes_and_signals,
+        }
+
+
+def window_sizes(config: MoEConfig, ranks: int, tokens: int, number: int, capacity: int = 0) -> WindowSizes:
+    """Room for layers of `config` on `ranks` ranks with up to `tokens` tokens each; `number`: bytes of a number.
+
+    capacity: the most (token, expert) pairs that a rank takes at once; 0: as many as there can be.
+    """
+    at_one = min(config.top_k, config.num_experts // ranks)  # choices of a token that can be at one rank
+    exact = config.combine == "exact"
+    most_choices = capacity or ranks * tokens * at_one
+    most_rows = min(most_choices, ranks * tokens * (at_one if exact else 1))
+    sent = tokens * (config.top_k if exact else min(config.top_k, ranks))
+    slots = (1 if exact else at_one) * (4 + max(4, number))  # an id and a weight each
+    codes = -(-config.dim // 4) * 4 + 4 * -(-config.dim // TILE)
+    row = max(config.dim * number, codes, slots)
+    return WindowSizes(ranks, most_rows, most_choices, _aligned(max(most_rows, sent) * row), _aligned(ranks**2 * 8))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def symmetric_bytes(config: Config) -> dict[str, int]:
+    """Bytes of symmetric memory of each rank of a resolved job, by use; empty where it needs none."""
+    ep, train = config.parallel.ep, config.train
+    if config.moe.dispatch != "nvshmem" or ep == 1:
+        return {}
+    layer, tokens = moe_layer_config(config.model, config.moe), train.micro_batch * train.seq_len // config.parallel.cp
+    return window_sizes(layer, ep, tokens, _BYTES[config.precision.compute], config.moe.recv_capacity).by_use
