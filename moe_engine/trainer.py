@@ -109,7 +109,12 @@ class Trainer:
         self.tracer = None if log is None or log.waits is None else Tracer(self.groups, log, synchronizer(device))
         order_of_pairs = order if pipeline.overlap else None
         self.executor = Executor(
-            self.stages, self.groups, order_of_pairs, self.tracer, pair_sms(device, config.moe.exchange_sms)
+            self.stages,
+            self.groups,
+            order_of_pairs,
+            self.tracer,
+            pair_sms(device, config.moe.exchange_sms),
+            hopper=config.train.kernels == "hopper",
         )
         self.lists = schedules.schedule(pipeline.schedule, pp, self.micro_batches, pipeline.virtual_stages)
         check(self.lists, len(self.groups.placement.stages), self.micro_batches)

@@ -118,7 +118,7 @@ def checked(config: Config, world: int | None) -> Config:
 
 def _check_device(config: Config) -> None:
     """Raises ConfigError for what this machine's devices cannot do, before there is a rank or a run folder."""
-    if config.moe.dispatch == "nvshmem":
+    if config.moe.dispatch == "nvshmem" or config.train.kernels == "hopper":
         from moe_engine.distributed.device import check_device, device_of_rank  # loads torch
 
         check_device(config, device_of_rank())

@@ -248,6 +248,9 @@ class TrainConfig:
     checkpoint_every: int = 0  # steps; 0: only at the end
     init_from: str = ""  # weights to start from, a Hugging Face folder, checkpoint or run folder; not read on resume
     threads: int = 1  # CPU threads of each rank
+    # Form of grouped products on a GPU: triton, plain kernels for any GPU | hopper, kernels for H100, H200 and H800,
+    # each used once it has agreed with the plain one there | auto: triton, until a GPU has compared their speed
+    kernels: str = "auto"
 
 
 @dataclass

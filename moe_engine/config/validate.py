@@ -34,6 +34,7 @@ _CHOICES = {
     "precision.gradient": ("float32", "float64"),
     "precision.master": ("float32", "float64"),
     "precision.wgrad": ("fp8", "bf16"),
+    "train.kernels": ("auto", "triton", "hopper"),
 }
 
 

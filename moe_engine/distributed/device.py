@@ -10,6 +10,8 @@ import torch
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import Config
 
+HOPPER = (9, 0)  # compute capability
+
 
 def device_of_rank() -> torch.device:
     """The GPU of this local rank, or the CPU where there is none. Raises ConfigError for more ranks than GPUs."""
@@ -27,12 +29,25 @@ def device_of_rank() -> torch.device:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what only GPUs can do."""
+    """Raises ConfigError for all that this device cannot do."""
+    problems = []
     if config.moe.dispatch == "nvshmem" and device.type != "cuda":
-        raise ConfigError(
+        problems.append(
             "moe.dispatch=nvshmem: GPUs put the rows, and there is none here; use moe.dispatch=all_to_all "
             "(run.check=true checks a job of another machine)"
         )
+    if config.train.kernels == "hopper" and (found := _compute_capability(device)) != HOPPER:
+        here = "there is no GPU here" if found is None else "this one has {}.{}".format(*found)
+        problems.append(
+            f"train.kernels=hopper: these kernels need compute capability {HOPPER[0]}.{HOPPER[1]} (H100, H200, H800), "
+            f"and {here}; use train.kernels=auto (run.check=true checks a job of another machine)"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def pair_sms(device: torch.device, exchange_sms: int) -> int | None:

@@ -126,7 +126,7 @@ class KeysValues(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.k, self.v, None
 
-    def opener(self) -> Open:
+    def opener(self, queue: WgradQueue | None) -> Open:
         (heads, key), value = self.k.shape[2:], self.v.shape[3]
 
         def opened(block: Tensor, graph: bool) -> Opened:
@@ -156,20 +156,21 @@ class Latents(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.latent, self.k_rope, self.up.weight
 
-    def opener(self) -> Open:
+    def opener(self, queue: WgradQueue | None) -> Open:
         rank, rope, up = self.latent.shape[2], self.k_rope.shape[2], self.up
         size = up.weight.shape[0] // self.num_heads
         nope, heads, rows = size - self.value, self.heads, slice(self.first * size, (self.first + self.heads) * size)
 
         def made(own: Tensor) -> tuple[Tensor, Tensor]:
             """Keys and values of a latent, and the weight they are made with."""
+            launched = None if queue is None else queue.without_waiting()
             if heads == self.num_heads:
-                return up(own), up.weight
+                return up(own, launched), up.weight
             used = up.weight.detach()[rows].requires_grad_()
             used.grad_dtype = gradient_dtype(up.weight)
             if up.fp8 is None:
                 return linear(own, used), used
-            return fp8_linears(own, [used], Fp8Rows(up.fp8, up.weight, rows))[0], used
+            return fp8_linears(own, [used], Fp8Rows(up.fp8, up.weight, rows), launched)[0], used
 
         def opened(block: Tensor, graph: bool) -> Opened:
             latent, k_rope = block.split((rank, rope), dim=2)
@@ -318,7 +319,7 @@ def shared_attention(
     """
     if cp.exchange == "ulysses":
         return _by_heads(q, payload, cp, rows, scale, queue, label)
-    way = _Way(cp.ranks, cp.exchange == "ring", rows.seen, payload.opener(), scale, queue, label)
+    way = _Way(cp.ranks, cp.exchange == "ring", rows.seen, payload.opener(queue), scale, queue, label)
     out: Tensor = _SharedAttention.apply(q, *payload.tensors(), way)
     return out
 
@@ -350,7 +351,7 @@ def _by_heads(
         def seen(source: int) -> PairedVisible:
             return rows.seen(source, whole=True)
 
-        way = _Way(cp.ranks, False, seen, part.opener(), scale, queue, label)
+        way = _Way(cp.ranks, False, seen, part.opener(queue), scale, queue, label)
         y = _SharedAttention.apply(arrived[0], *part.tensors(), way)
     back = y[:, rows.inverse_order].unflatten(1, (size, -1)).transpose(0, 1)  # [cp, B, n, H / cp, e]
     (whole,) = _exchanged([back], cp.ranks, f"{label} tokens")

@@ -21,7 +21,7 @@ import moe_kernels
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.fp8 import Codes, Fp8, WeightCodes, dequantize, quantize
 from moe_engine.ops.permute import RowMap
-from moe_engine.ops.wgrad_queue import WgradQueue, leaf, sms, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue, launch, leaf, weight_gradient
 from moe_kernels.fp8_format import FORWARD_AMAX, GRADIENT_AMAX
 
 Counts = list[int] | Tensor  # rows of each group; a tensor in a compiled graph
@@ -39,7 +39,7 @@ def _product(
 ) -> Tensor:
     """Rows of each group times its weight transposed: [N, out]; with `source`, row n is row source[n] of x."""
     return moe_kernels.grouped_gemm_fp8(
-        x.codes, x.scale, weight.codes, weight.scale, counts, source, dtype, num_sms=sms(queue)
+        x.codes, x.scale, weight.codes, weight.scale, counts, source, dtype, **launch(queue)
     )
 
 
@@ -47,7 +47,7 @@ def _input_gradient(
     d_out: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype, queue: WgradQueue | None
 ) -> Tensor:
     return moe_kernels.grouped_gemm_fp8(
-        d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype, num_sms=sms(queue)
+        d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype, **launch(queue)
     )
 
 
@@ -89,9 +89,9 @@ class _OutputGradient:
             if columns is None:
                 assert wide is not None
                 numbers = dequantize(rows, wide.dtype)
-                return moe_kernels.grouped_wgrad(wide, numbers, counts, num_sms=sms(queue)).view(shape)
+                return moe_kernels.grouped_wgrad(wide, numbers, counts, **launch(queue)).view(shape)
             by_column = moe_kernels.quantize_columns(rows.codes, counts, FORWARD_AMAX, power_of_two, x_scale=rows.scale)
-            return moe_kernels.grouped_wgrad_fp8(*columns, *by_column, counts, num_sms=sms(queue)).view(shape)
+            return moe_kernels.grouped_wgrad_fp8(*columns, *by_column, counts, **launch(queue)).view(shape)
 
         return make
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.linear import widened
-from moe_engine.ops.wgrad_queue import WgradQueue, leaf, sms, waits, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue, launch, leaf, waits, weight_gradient
 from moe_kernels import grouped_gemm, grouped_wgrad
 
 
@@ -19,7 +19,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int] | Tensor, queue: WgradQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.queue, ctx.parameter = counts, queue, leaf(weight)
-        return grouped_gemm(x, weight.transpose(1, 2), counts, num_sms=sms(queue))
+        return grouped_gemm(x, weight.transpose(1, 2), counts, **launch(queue))
 
     @staticmethod
     @without_autocast
@@ -27,13 +27,13 @@ class _GroupedLinear(torch.autograd.Function):
         (d_out,), (x, weight), counts, queue = grads, ctx.saved_tensors, ctx.counts, ctx.queue
         wide, d_x, d_weight = widened(d_out), None, None
         if ctx.needs_input_grad[0]:
-            d_x = grouped_gemm(wide, weight, counts, num_sms=sms(queue)).to(x.dtype)
+            d_x = grouped_gemm(wide, weight, counts, **launch(queue)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             kept = d_out if waits(queue, ctx.parameter) else wide
             x = x.detach()  # with its graph, all that led to it would wait too
 
             def make() -> Tensor:
-                return grouped_wgrad(kept, x, counts, num_sms=sms(queue))
+                return grouped_wgrad(kept, x, counts, **launch(queue))
 
             d_weight = weight_gradient(queue, ctx.parameter, make)
         return d_x, d_weight, None, None

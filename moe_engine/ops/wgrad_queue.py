@@ -15,10 +15,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+
+
+class Launch(TypedDict):
+    """Options of a grouped product: programs that it starts, None for one on each multiprocessor; whether in its Hopper
+    form, where there is one that agrees with the plain form."""
+
+    num_sms: int | None
+    hopper: bool
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,13 @@ class WgradQueue:
     """Closures that make weight gradients, in one batch for each backward that was run without them.
 
     Owned by the executor: it wraps an I action in `defer(key)`, and the W action is `run(key)`. It reaches every
-    product of forward and backward, and so also says on how many of a GPU's multiprocessors they may run now.
+    product of forward and backward, and so also says how these are launched: on how many of a GPU's multiprocessors
+    they may run now, and in which form.
     """
 
-    def __init__(self) -> None:
-        self.num_sms: int | None = None  # for grouped products, which start as many programs; None: all
+    def __init__(self, hopper: bool = False) -> None:
+        self.num_sms: int | None = None
+        self.hopper = hopper
         self._batches: dict[Hashable, deque[_Entry]] = {}
         self._open: deque[_Entry] | None = None
         self._muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # a parameter's registry of hooks, and the hooks
@@ -71,6 +81,12 @@ class WgradQueue:
             for registry, hooks in self._muted:
                 registry.update(hooks)
             self._muted.clear()
+
+    def without_waiting(self) -> WgradQueue:
+        """A queue in which nothing waits, whose products are launched as those of this one now are."""
+        queue = WgradQueue(self.hopper)
+        queue.num_sms = self.num_sms
+        return queue
 
     def push(self, parameter: Tensor, make: Callable[[], Tensor]) -> None:
         """Queue `make`, which will give a gradient of the leaf `parameter`."""
@@ -132,9 +148,11 @@ def waits(queue: WgradQueue | None, parameter: Tensor | None) -> bool:
     return queue is not None and queue.deferring and parameter is not None
 
 
-def sms(queue: WgradQueue | None) -> int | None:
-    """On how many multiprocessors a grouped product may run now; None: on all."""
-    return None if queue is None else queue.num_sms
+def launch(queue: WgradQueue | None) -> Launch:
+    """How a grouped product is launched now; without a queue in its plain form on all multiprocessors."""
+    if queue is None:
+        return Launch(num_sms=None, hopper=False)
+    return Launch(num_sms=queue.num_sms, hopper=queue.hopper)
 
 
 def leaf(weight: Tensor) -> Tensor | None:

@@ -90,6 +90,7 @@ class Executor:
     order: of the phases in a pair, see `schedule.pair`; None: the forward, then the backward. The same bits.
     recorder: is told what happens when (see `recorder`); may be set between runs.
     pair_sms: multiprocessors of a GPU for the products of a woven pair, which leave the others to its exchanges.
+    hopper: grouped products run in their Hopper forms (`train.kernels`).
     """
 
     def __init__(
@@ -99,12 +100,13 @@ class Executor:
         order: str | None = None,
         recorder: Recorder | None = None,
         pair_sms: int | None = None,
+        hopper: bool = False,
     ) -> None:
         self.stages, self.groups, self.order, self.recorder = stages, groups, order, recorder
         self.pair_sms = pair_sms
         self.num_stages = len(groups.placement.stages)
         self.here = groups.layout.coordinate(groups.rank).pp
-        self.queue = WgradQueue()
+        self.queue = WgradQueue(hopper)
         self.exchanges = Exchanges()
 
     def run(self, lists: Lists, batches: Sequence[Batch], rule: LossRule) -> StepSums:

@@ -5,6 +5,7 @@ Their machine code is looked at in `test_aot`, their barriers' every order in `t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 import moe_kernels
 from moe_kernels.fp8_format import GRADIENT_AMAX
 
-hopper, tails = interpreted("hopper"), interpreted("tails")
+forms, hopper, tails = interpreted("forms"), interpreted("hopper"), interpreted("tails")
 gemm, gemm_fp8 = interpreted("hopper_gemm"), interpreted("hopper_gemm_fp8")
 wgrad, wgrad_fp8 = interpreted("hopper_wgrad"), interpreted("hopper_wgrad_fp8")
 FP32_SUMS = 1e-6
@@ -122,3 +123,33 @@ def test_a_form_is_compared_with_its_twin(form: object) -> None:
     compare: Callable[..., float] = form.compare  # type: ignore[attr-defined]
     assert compare(torch.device("cpu"), plain) < 1e-5  # (sums in another order; 16-bit results)
     assert compare(torch.device("cpu"), lambda *args, **kwargs: plain(*args, **kwargs) * 1.01) > 1e-5
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-3, float("nan")])
+def test_a_form_is_compared_once_a_device_and_refused_where_it_differs(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the device and for the comparison, which needs one."""
+    compared: list[torch.device] = []
+
+    def compare(device: torch.device, plain: Callable[..., Tensor]) -> float:
+        assert plain is product
+        compared.append(device)
+        return error
+
+    def product(*_: object) -> Tensor:
+        return torch.empty(0)
+
+    monkeypatch.setattr(gemm_fp8, "compare", compare)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0) if device.index != 1 else (8, 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for device in (torch.device("cuda"), torch.device("cuda", 3), torch.device("cuda", 0)):
+            form = forms.hopper_form("gemm_fp8", device, product)
+            assert form is (None if error else gemm_fp8)
+    assert [device.index for device in compared] == [3, 0]
+    assert len(caught) == (2 if error else 0) and all("differs from the plain one" in str(w.message) for w in caught)
+    assert forms.hopper_form("gemm_fp8", torch.device("cuda", 1), product) is None, "not a Hopper"
+    assert forms.hopper_form("gemm_fp8", torch.device("cpu"), product) is None
+    assert len(compared) == 2
