@@ -157,8 +157,10 @@ class Trainer:
         return stages
 
     def _initial_values(self, name: str, start: int, end: int, shape: torch.Size) -> Tensor:
-        """Elements start … end-1 of a parameter at step 0: ones for norms, otherwise normal."""
+        """Elements start … end-1 of a parameter at step 0: biases 0, norms 1, others normal."""
         dtype = getattr(torch, self.config.precision.master)
+        if name.endswith("bias"):
+            return torch.zeros(end - start, dtype=dtype, device=self.device)
         if len(shape) == 1:
             return torch.ones(end - start, dtype=dtype, device=self.device)
         std, seed = self.config.model.init_std, self.config.train.seed

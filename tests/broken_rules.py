@@ -74,8 +74,25 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model__attention_bias": True},
-        "model.attention_bias=true: biases in attention are not built yet, so this model can be planned but not "
-        "trained; use model.attention_bias=false",
+        "model.attention_bias=true: latent attention is built without biases; use model.attention_bias=false or "
+        "model.attention=gqa",
+    ),
+    (
+        {"model__attention": "gqa", "model__rotary_dim": 66},
+        "model.rotary_dim=66: a head has model.head_dim=64 numbers; use model.rotary_dim=64 or 0",
+    ),
+    (
+        {"model__attention": "gqa", "model__rotary_dim": 3},
+        "model.rotary_dim=3: RoPE turns pairs, so it must be even; use model.rotary_dim=4",
+    ),
+    (
+        {"model__attention": "gqa", "model__qk_norm_whole": True},
+        "model.qk_norm_whole=true: says over what model.qk_norm=true is; use model.qk_norm_whole=false",
+    ),
+    (
+        {"model__num_shared_experts": 0, "model__shared_gate": True},
+        "model.shared_gate=true: there is no shared expert to gate; use model.shared_gate=false, or "
+        "model.num_shared_experts=1",
     ),
     ({"model__attention_sinks": True}, "model.attention_sinks=true: attention sinks are not built yet"),
     ({"model__expert_biases": True}, "model.expert_biases=true: biases of the router and the experts are in MoELayer"),

@@ -84,7 +84,8 @@ def dense_moe(
         rows.append(row)
     out = torch.stack(rows) if rows else torch.zeros_like(x)
     if config.num_shared_experts:
-        out = out + mlp(x, expert(parameters, "shared.{}.weight", config), config)
+        gate = (x @ parameters["shared_gate.weight"].T).sigmoid() if config.shared_gate else 1.0
+        out = out + gate * mlp(x, expert(parameters, "shared.{}.weight", config), config)
     return out, logits, counts
 
 

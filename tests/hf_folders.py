@@ -99,6 +99,12 @@ MIXTRAL = replace(
     num_shared_experts=0, num_groups=1, top_groups=1, normalize_weights=True, route_scale=1.0,
 )  # fmt: skip
 QWEN3 = replace(MIXTRAL, qk_norm=True, normalize_weights=False)
+QWEN2 = replace(MIXTRAL, attention_bias=True, shared_gate=True, num_shared_experts=2, normalize_weights=False)
+OLMOE = replace(QWEN3, qk_norm_whole=True, attention_bias=True, attention_out_bias=True)
+GLM4 = replace(
+    V3, attention="gqa", num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, rope_style="halves", qk_norm=True,
+    attention_bias=True,
+)  # fmt: skip
 
 
 def random_tensors(

@@ -33,6 +33,16 @@ QWEN3 = GROUPED | dict(
     model_type="qwen3_moe", intermediate_size=48, moe_intermediate_size=16, num_experts=8, head_dim=16,
     norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
 )  # fmt: skip
+QWEN2 = GROUPED | dict(
+    model_type="qwen2_moe", intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=32,
+    num_experts=8, norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[],
+)  # fmt: skip
+OLMOE = GROUPED | dict(model_type="olmoe", intermediate_size=16, num_experts=8, norm_topk_prob=False)
+GLM4 = GROUPED | dict(
+    model_type="glm4_moe", intermediate_size=48, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1,
+    head_dim=16, first_k_dense_replace=1, num_hidden_layers=3, n_group=1, topk_group=1, norm_topk_prob=True,
+    routed_scaling_factor=2.5, attention_bias=True, use_qk_norm=True,
+)  # fmt: skip
 YARN = dict(type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1)
 
 

@@ -100,6 +100,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 0, "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1,
         "route_scale": 1.0,
     },
+    "qwen2_olmoe_glm4": {  # what each has that the others lack
+        "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "rope_style": "halves",
+        "qk_norm_whole": True, "rotary_dim": 4, "attention_bias": True, "attention_out_bias": True, "shared_gate": True,
+        "num_shared_experts": 2, "score_function": "softmax", "num_groups": 1, "top_groups": 1, "route_scale": 1.0,
+        "normalize_weights": False,
+    },
     "v3_heads": {"num_heads": 4},  # enough to share out over four ranks
     "v3_blocks": {"num_heads": 4, "qk_nope_head_dim": 40, "v_head_dim": 24},  # two heads are a block of fp8's rows
     "qwen3_heads": {  # fewer heads of keys than ranks

@@ -1,8 +1,8 @@
 """Attention of the plain model: one document and one head at a time, written from the papers.
 
 Latent attention: DeepSeek-V3 (arXiv 2412.19437), eq. 1-11. Grouped queries: arXiv 2305.13245; norms of queries and
-keys: the Qwen3 report (arXiv 2505.09388). Rotary embedding: arXiv 2104.09864; YaRN: arXiv 2309.00071 with the ramp
-over pairs and the growth of scores of DeepSeek's published code.
+keys: the Qwen3 report (arXiv 2505.09388), over all heads together: OLMoE's (arXiv 2409.02060). Rotary embedding: arXiv
+2104.09864; YaRN: arXiv 2309.00071 with the ramp over pairs and the growth of scores of DeepSeek's published code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attention(
             future = torch.ones_like(scores, dtype=torch.bool).triu(1)
             heads.append(scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v)
         out = out.index_copy(0, torch.tensor(document), torch.cat(heads, dim=-1))
-    return out @ weight["out.weight"].T
+    return _linear(weight, "out", out)
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -66,17 +66,26 @@ def _latent(model: ModelConfig, weight: Mapping[str, Tensor], x: Tensor) -> list
 
 
 def _grouped(model: ModelConfig, weight: Mapping[str, Tensor], x: Tensor) -> list[Head]:
-    size, group = model.head_dim, model.num_heads // model.num_kv_heads
+    size, group, turning = model.head_dim, model.num_heads // model.num_kv_heads, model.rotary_dim or model.head_dim
+    queries, keys, values = (_linear(weight, f"{word}_proj", x) for word in "qkv")
+    if model.qk_norm and model.qk_norm_whole:
+        queries = rms_norm(queries, weight["q_norm.weight"], model.norm_eps)
+        keys = rms_norm(keys, weight["k_norm.weight"], model.norm_eps)
     heads = []
     for h in range(model.num_heads):
         own, shared = slice(h * size, (h + 1) * size), slice(h // group * size, (h // group + 1) * size)
-        q = x @ weight["q_proj.weight"][own].T
-        k, v = x @ weight["k_proj.weight"][shared].T, x @ weight["v_proj.weight"][shared].T
-        if model.qk_norm:
+        q, k, v = queries[:, own], keys[:, shared], values[:, shared]
+        if model.qk_norm and not model.qk_norm_whole:
             q = rms_norm(q, weight["q_norm.weight"], model.norm_eps)
             k = rms_norm(k, weight["k_norm.weight"], model.norm_eps)
-        heads.append((_rotate(q, model), _rotate(k, model), v, size**-0.5))
+        q, k = (torch.cat((_rotate(head[:, :turning], model), head[:, turning:]), dim=-1) for head in (q, k))
+        heads.append((q, k, v, size**-0.5))
     return heads
+
+
+def _linear(weight: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    out = x @ weight[f"{name}.weight"].T
+    return out + weight[f"{name}.bias"] if f"{name}.bias" in weight else out
 
 
 def _rotate(x: Tensor, model: ModelConfig) -> Tensor:

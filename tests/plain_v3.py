@@ -172,7 +172,10 @@ class PlainV3:
             out = out + model.route_scale * weights[:, e : e + 1] * expert
         if model.num_shared_experts:
             shared = (self.parameters[f"{name}.shared.{key}.weight"] for key in ("gate_up", "down"))
-            out = out + _swiglu_mlp(x, *shared)
+            gate = 1.0
+            if model.shared_gate:
+                gate = (x @ self.parameters[f"{name}.shared_gate.weight"].T).sigmoid()
+            out = out + gate * _swiglu_mlp(x, *shared)
         return out
 
 

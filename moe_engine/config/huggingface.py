@@ -22,12 +22,10 @@ from moe_engine.config.huggingface_families import (
     ARCHITECTURES,
     READERS,
     WRITERS,
-    Keys,
-    Values,
     family_of,
-    read_common,
-    rope_keys,
 )
+from moe_engine.config.huggingface_keys import Keys, Values, read_common
+from moe_engine.config.huggingface_rope import rope_keys
 from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import closest, shown
 
@@ -36,9 +34,6 @@ DEFAULT_CONTEXT = 4096
 UNBUILT_FAMILIES = MappingProxyType(
     {
         "gpt_oss": "attention sinks, windows on every other layer, biases everywhere and a clamped SwiGLU",
-        "qwen2_moe": "a gate on the shared expert, and biases in attention",
-        "olmoe": "norms of queries and keys over all heads together",
-        "glm4_moe": "rotary positions on a part of each head, and biases in attention",
     }
 )
 
@@ -75,7 +70,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
         near = closest(family, READERS)
         hint = f"did you mean {near[0]}? There are" if near else "there are"
         raise ConfigError(f"{shown('model_type', family)}: the engine does not know it; {hint} {', '.join(READERS)}")
-    values = read_common(keys)
+    values = read_common(keys, 1e-5 if family == "olmoe" else ...)
     values |= READERS[family](keys, values)
     keys.finish()
     return ModelConfig(name=family, **values)
@@ -131,7 +126,7 @@ def effective(model: ModelConfig) -> ModelConfig:
     """The model with every option that has no effect on it at its default."""
     idle = ["name", "max_positions"]
     if model.attention == "mla":
-        idle += ["num_kv_heads", "head_dim", "qk_norm"]
+        idle += ["num_kv_heads", "head_dim", "qk_norm", "rotary_dim"]
     else:
         idle += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps"]
     if model.rope_scaling == "none":
@@ -139,6 +134,10 @@ def effective(model: ModelConfig) -> ModelConfig:
         idle = [name for name in idle if name not in ("rope_theta", "rope_style", "rope_scaling")]
     if model.top_groups == model.num_groups:
         idle += ["num_groups", "top_groups", "group_score"]
+    if model.rotary_dim == model.head_dim:
+        idle += ["rotary_dim"]
+    if not model.qk_norm or model.attention == "mla":
+        idle += ["qk_norm_whole"]
     if model.num_dense_layers == 0:
         idle += ["dense_hidden"]
     if not model.sliding_window:

@@ -6,105 +6,18 @@ its family. `config.huggingface` puts them together and checks that nothing is l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface_keys import Keys, Values
+from moe_engine.config.huggingface_rope import read_rope
 from moe_engine.config.schema import ModelConfig
-from moe_engine.config.strict import shown
-
-Values = dict[str, Any]
-
-# Keys of every family that say nothing about the architecture: how a library runs or stores the model, its tokenizer's
-# special tokens, losses of a training that the file does not otherwise describe.
-IRRELEVANT = frozenset(
-    (
-        *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-        *("quantization_config", "use_cache", "ep_size", "pretraining_tp", "chunk_size_feed_forward", "return_dict"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "is_encoder_decoder", "problem_type"),
-        *("id2label", "label2id", "bos_token_id", "eos_token_id", "pad_token_id"),
-        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "max_window_layers", "initial_context_length"),
-    )
-)
-
-_KINDS: Mapping[type, str] = MappingProxyType(
-    {
-        int: "a whole number such as 1",
-        float: "a number such as 1.0",
-        bool: "true or false",
-        str: "a text",
-        list: "a list such as []",
-        dict: "an object such as {}",
-    }
-)
-
-
-class Keys:
-    """The keys of a file, taken one by one; what nobody takes is refused."""
-
-    def __init__(self, data: Mapping[str, Any], prefix: str = "") -> None:
-        self.left = dict(data)
-        self.prefix = prefix
-        self.problems: list[str] = []
-
-    def take(self, name: str, kind: type, default: Any = ...) -> Any:
-        """The value of a key; null counts as absent. Without a default the key is needed."""
-        value = self.left.pop(name, None)
-        if value is None:
-            if default is ...:
-                self.problems.append(f"{self.prefix}{name}: a value is needed, {_KINDS[kind]}")
-                return kind()
-            return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.refuse(name, value, f"must be {_KINDS[kind]}")
-            return kind() if default is ... else default
-        return value
-
-    def present(self, *names: str) -> None:
-        """Refuse files without these keys (null is allowed): absent, they mean one published model's value."""
-        rule = "must be in the file, if only as null, since its absence means a value of its own"
-        self.problems += [f"{name}: {rule}" for name in names if name not in self.left]
-
-    def must(self, name: str, rule: str, *allowed: Any) -> None:
-        """Refuse the key unless it is absent, null or one of `allowed`."""
-        value = self.left.pop(name, None)
-        if value is not None and value not in allowed:
-            self.refuse(name, value, f"{rule}; use {shown(self.prefix + name, allowed[0])}")
-
-    def refuse(self, name: str, value: Any, rule: str) -> None:
-        self.problems.append(f"{shown(self.prefix + name, value)}: {rule}")
-
-    def finish(self, irrelevant: frozenset[str] = IRRELEVANT) -> None:
-        for name, value in self.left.items():
-            if value is not None and name not in irrelevant:
-                self.refuse(name, value, "unknown key, which may change the model; remove it if it does not")
-        if self.problems:
-            raise ConfigError("\n".join(self.problems))
-
-
-def read_common(keys: Keys) -> Values:
-    keys.must("hidden_act", "the engine's MLPs are SwiGLU", "silu")
-    keys.must("attention_dropout", "the engine has no dropout", 0.0)
-    return {
-        "vocab_size": keys.take("vocab_size", int),
-        "dim": keys.take("hidden_size", int),
-        "num_layers": keys.take("num_hidden_layers", int),
-        "num_heads": keys.take("num_attention_heads", int),
-        "norm_eps": keys.take("rms_norm_eps", float),
-        "tied_head": keys.take("tie_word_embeddings", bool, False),
-        "init_std": keys.take("initializer_range", float, 0.02),
-        "max_positions": keys.take("max_position_embeddings", int, 0),
-        "num_dense_layers": 0,
-    }
 
 
 def _deepseek(keys: Keys, common: Values) -> Values:
     """What DeepSeek-V2 and V3 share: latent attention, leading dense layers, shared experts."""
-    keys.present("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
+    keys.present("q_lora_rank")
     nope, rope = keys.take("qk_nope_head_dim", int), keys.take("qk_rope_head_dim", int)
     keys.must("mlp_bias", "MLPs have no biases here", False)
     keys.must("moe_layer_freq", "after the dense layers every layer has experts", 1)
@@ -112,14 +25,24 @@ def _deepseek(keys: Keys, common: Values) -> Values:
     keys.must("num_key_value_heads", "latent attention has as many heads of keys as of queries", common["num_heads"])
     keys.must("qk_head_dim", "is qk_nope_head_dim + qk_rope_head_dim", nope + rope)
     keys.must("head_dim", "is qk_rope_head_dim", rope)
-    return _rope(keys, common, "interleaved", 10000.0) | {
+    biases = keys.take("attention_bias", bool, False)
+    return read_rope(keys, common, "interleaved", 10000.0) | {
         "attention": "mla",
-        "attention_bias": keys.take("attention_bias", bool, False),
+        "attention_bias": biases,
+        "attention_out_bias": biases,
         "q_lora_rank": keys.take("q_lora_rank", int, 0),
         "kv_lora_rank": keys.take("kv_lora_rank", int),
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
         "v_head_dim": keys.take("v_head_dim", int),
+        **_leading_dense(keys),
+    }
+
+
+def _leading_dense(keys: Keys) -> Values:
+    """Layers and experts in DeepSeek's words, which GLM-4-MoE uses too."""
+    keys.present("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
+    return {
         "num_dense_layers": keys.take("first_k_dense_replace", int, 0),
         "dense_hidden": keys.take("intermediate_size", int),
         "num_experts": keys.take("n_routed_experts", int),
@@ -131,11 +54,16 @@ def _deepseek(keys: Keys, common: Values) -> Values:
 
 
 def _deepseek_v3(keys: Keys, common: Values) -> Values:
+    return _deepseek(keys, common) | _sigmoid_routing(keys, "DeepSeek-V3")
+
+
+def _sigmoid_routing(keys: Keys, who: str) -> Values:
+    """DeepSeek-V3's routing and MTP, which GLM-4-MoE has too."""
     keys.present("n_group", "topk_group")
-    keys.must("scoring_func", "DeepSeek-V3 scores by sigmoid", "sigmoid")
-    keys.must("topk_method", "DeepSeek-V3 balances by a bias without a loss", "noaux_tc")
+    keys.must("scoring_func", f"{who} scores by sigmoid", "sigmoid")
+    keys.must("topk_method", f"{who} balances by a bias without a loss", "noaux_tc")
     renamed = keys.take("num_mtp_layers", int, 0)
-    return _deepseek(keys, common) | {
+    return {
         "score_function": "sigmoid",
         "num_groups": keys.take("n_group", int, 1),
         "top_groups": keys.take("topk_group", int, 1),
@@ -161,12 +89,19 @@ def _deepseek_v2(keys: Keys, common: Values) -> Values:
     }
 
 
-def _grouped(keys: Keys, common: Values, theta: float) -> Values:
-    """What Mixtral, Qwen3-MoE and gpt-oss share: grouped queries, softmax routing, no shared expert."""
-    return _rope(keys, common, "halves", theta) | {
+def _grouped_queries(keys: Keys, common: Values, theta: float, share: float | None = None) -> Values:
+    """Grouped queries and their rotary embedding; share: see `read_rope`."""
+    head = keys.take("head_dim", int, common["dim"] // max(common["num_heads"], 1))
+    return read_rope(keys, common, "halves", theta, head, share) | {
         "attention": "gqa",
         "num_kv_heads": keys.take("num_key_value_heads", int),
-        "head_dim": keys.take("head_dim", int, common["dim"] // max(common["num_heads"], 1)),
+        "head_dim": head,
+    }
+
+
+def _grouped(keys: Keys, common: Values, theta: float) -> Values:
+    """What Mixtral, the Qwen models, OLMoE and gpt-oss share: grouped queries, softmax routing, no shared expert."""
+    return _grouped_queries(keys, common, theta) | {
         "top_k": keys.take("num_experts_per_tok", int),
         "num_shared_experts": 0,
         "score_function": "softmax",
@@ -185,23 +120,83 @@ def _mixtral(keys: Keys, common: Values) -> Values:
     }
 
 
-def _qwen3_moe(keys: Keys, common: Values) -> Values:
+def _qwen(keys: Keys, common: Values) -> Values:
+    """What Qwen2-MoE and Qwen3-MoE share."""
     keys.must("decoder_sparse_step", "after the dense layers every layer has experts", 1)
     dense = keys.take("mlp_only_layers", list, [])
     if dense != list(range(len(dense))):
         keys.refuse("mlp_only_layers", dense, "dense layers come first; use the first layers, as in [0, 1]")
-    if not keys.take("use_sliding_window", bool, False):
-        keys.left.pop("sliding_window", None)
-    renamed = keys.take("num_local_experts", int, 0)
     return _grouped(keys, common, 10000.0) | {
-        "qk_norm": True,
-        "attention_bias": keys.take("attention_bias", bool, False),
         "num_dense_layers": len(dense),
         "dense_hidden": keys.take("intermediate_size", int),
-        "num_experts": keys.take("num_experts", int, renamed) if renamed else keys.take("num_experts", int),
+        "num_experts": _num_experts(keys),
         "expert_hidden": keys.take("moe_intermediate_size", int),
         "normalize_weights": keys.take("norm_topk_prob", bool),
     }
+
+
+def _num_experts(keys: Keys) -> int:
+    """In the spelling of the published files, or in the newer one."""
+    renamed: int = keys.take("num_local_experts", int, 0)
+    found: int = keys.take("num_experts", int, renamed) if renamed else keys.take("num_experts", int)
+    return found
+
+
+def _qwen3_moe(keys: Keys, common: Values) -> Values:
+    if not keys.take("use_sliding_window", bool, False):
+        keys.left.pop("sliding_window", None)
+    biases = keys.take("attention_bias", bool, False)
+    return _qwen(keys, common) | {"qk_norm": True, "attention_bias": biases, "attention_out_bias": biases}
+
+
+def _qwen2_moe(keys: Keys, common: Values) -> Values:
+    keys.must("use_sliding_window", "windows that alternate from the first layer on are not built here", False)
+    keys.left.pop("sliding_window", None)
+    _full_attention(keys)
+    shared = keys.take("shared_expert_intermediate_size", int)
+    values = _qwen(keys, common) | {"attention_bias": keys.take("qkv_bias", bool, True), "shared_gate": True}
+    width = values["expert_hidden"]
+    if not width or shared < 1 or shared % width:
+        rule = f"the shared expert is as wide as whole experts, moe_intermediate_size={width}"
+        keys.refuse("shared_expert_intermediate_size", shared, rule)
+    return values | {"num_shared_experts": shared // max(width, 1)}
+
+
+def _olmoe(keys: Keys, common: Values) -> Values:
+    keys.must("clip_qkv", "queries, keys and values are not clipped", None)
+    hidden = keys.take("intermediate_size", int)
+    biases = keys.take("attention_bias", bool, False)
+    if keys.left.get("num_key_value_heads") is None:
+        keys.left["num_key_value_heads"] = common["num_heads"]
+    return _grouped(keys, common, 10000.0) | {
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "attention_bias": biases,
+        "attention_out_bias": biases,
+        "num_experts": _num_experts(keys),
+        "expert_hidden": hidden,
+        "dense_hidden": hidden,
+        "normalize_weights": keys.take("norm_topk_prob", bool, False),
+    }
+
+
+def _glm4_moe(keys: Keys, common: Values) -> Values:
+    return (
+        _grouped_queries(keys, common, 10000.0, share=0.5)
+        | _leading_dense(keys)
+        | _sigmoid_routing(keys, "GLM-4-MoE")
+        | {
+            "qk_norm": keys.take("use_qk_norm", bool, False),
+            "attention_bias": keys.take("attention_bias", bool, False),
+        }
+    )
+
+
+def _full_attention(keys: Keys) -> None:
+    """Refuse `layer_types`, as newer files have it, unless all layers are the same."""
+    types = keys.take("layer_types", list, [])
+    if set(types) - {"full_attention"}:
+        keys.refuse("layer_types", types, "every layer sees all that came before; use full_attention for each")
 
 
 def _gpt_oss(keys: Keys, common: Values) -> Values:
@@ -212,63 +207,18 @@ def _gpt_oss(keys: Keys, common: Values) -> Values:
     every = 1 if "full_attention" not in types else 2
     if types != [("sliding_attention", "full_attention")[i % every] for i in range(len(types))]:
         keys.refuse("layer_types", types, "windows are on all layers or on every other one, the first included")
-    hidden = keys.take("intermediate_size", int)
+    hidden, biases = keys.take("intermediate_size", int), keys.take("attention_bias", bool, True)
     return _grouped(keys, common, 150000.0) | {
         "num_experts": keys.take("num_local_experts", int),
         "expert_hidden": hidden,
         "dense_hidden": hidden,
         "sliding_window_every": every,
-        "attention_bias": keys.take("attention_bias", bool, True),
+        "attention_bias": biases,
+        "attention_out_bias": biases,
         "attention_sinks": True,
         "expert_biases": True,
         "swiglu_limit": keys.take("swiglu_limit", float, 7.0),
     }
-
-
-def _rope(keys: Keys, common: Values, style: str, theta: float) -> Values:
-    """Rotary options, in the old spelling (rope_theta, rope_scaling) or the new one (rope_parameters)."""
-    given = {"rope_theta": keys.left.pop("rope_theta", None)}
-    given |= keys.take("rope_scaling", dict, {}) | keys.take("rope_parameters", dict, {})
-    rope = Keys(given, "rope_parameters.")
-    kind = rope.take("type", str, "default")
-    kind = rope.take("rope_type", str, kind)
-    values: Values = {"rope_style": style, "rope_theta": rope.take("rope_theta", float, theta)}
-    rope.must("partial_rotary_factor", "the whole head turns", 1.0)
-    if kind == "yarn":
-        values |= _yarn(rope, common["max_positions"])
-    elif kind != "default":
-        rope.refuse("rope_type", kind, "not built here; use default or yarn")
-        rope.left.clear()
-    try:
-        rope.finish(frozenset())
-    except ConfigError as error:
-        keys.problems += str(error).splitlines()
-    return values
-
-
-def _yarn(rope: Keys, longest: int) -> Values:
-    original = rope.take("original_max_position_embeddings", int)
-    factor = rope.take("factor", float, longest / max(original, 1))
-    mscale, all_dim = rope.take("mscale", float, 0.0), rope.take("mscale_all_dim", float, 0.0)
-    if bool(mscale) != bool(all_dim) and (mscale, all_dim) != (1.0, 0.0):
-        name, value = ("mscale", mscale) if mscale else ("mscale_all_dim", all_dim)
-        rope.refuse(name, value, "libraries differ in what one of mscale and mscale_all_dim means; give both or none")
-    values = {
-        "rope_scaling": "yarn",
-        "rope_factor": factor,
-        "rope_original_length": original,
-        "rope_beta_fast": rope.take("beta_fast", float, 32.0),
-        "rope_beta_slow": rope.take("beta_slow", float, 1.0),
-        "rope_truncate": rope.take("truncate", bool, True),
-        "rope_mscale": mscale or 1.0,
-        "rope_mscale_all_dim": all_dim,
-    }
-    growth = (1 + 0.1 * (mscale or 1.0) * math.log(max(factor, 1.0))) / (1 + 0.1 * all_dim * math.log(max(factor, 1.0)))
-    attention_factor = rope.take("attention_factor", float, growth)
-    if not math.isclose(attention_factor, growth, rel_tol=1e-6):
-        rule = f"here it follows from the other values; leave it out, or use {growth:.6f}"
-        rope.refuse("attention_factor", attention_factor, rule)
-    return values
 
 
 def family_of(model: ModelConfig) -> str:
@@ -277,25 +227,13 @@ def family_of(model: ModelConfig) -> str:
         return "deepseek_v3" if model.score_function == "sigmoid" else "deepseek_v2"
     if model.expert_biases or model.attention_sinks:
         return "gpt_oss"
-    return "qwen3_moe" if model.qk_norm else "mixtral"
-
-
-def rope_keys(model: ModelConfig) -> Values:
-    if model.rope_scaling == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
-    scaling = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": model.rope_factor,
-        "original_max_position_embeddings": model.rope_original_length,
-        "beta_fast": model.rope_beta_fast,
-        "beta_slow": model.rope_beta_slow,
-    }
-    if model.rope_mscale_all_dim:
-        scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
-    if not model.rope_truncate:
-        scaling["truncate"] = False
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    if model.score_function == "sigmoid" or model.rotary_dim:
+        return "glm4_moe"
+    if model.shared_gate:
+        return "qwen2_moe"
+    if model.qk_norm:
+        return "olmoe" if model.qk_norm_whole else "qwen3_moe"
+    return "mixtral"
 
 
 def _write_deepseek(model: ModelConfig) -> Values:
@@ -311,9 +249,19 @@ def _write_deepseek(model: ModelConfig) -> Values:
         "qk_rope_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
         "attention_bias": model.attention_bias,
+        "moe_layer_freq": 1,
+        "scoring_func": model.score_function,
+        **_write_leading_dense(model),
+    }
+    if model.score_function == "sigmoid":
+        return hf | {"topk_method": "noaux_tc", "num_nextn_predict_layers": model.mtp_depth}
+    return hf | {"topk_method": "group_limited_greedy" if model.top_groups < model.num_groups else "greedy"}
+
+
+def _write_leading_dense(model: ModelConfig) -> Values:
+    return {
         "first_k_dense_replace": model.num_dense_layers,
         "intermediate_size": model.dense_hidden,
-        "moe_layer_freq": 1,
         "n_routed_experts": model.num_experts,
         "num_experts_per_tok": model.top_k,
         "moe_intermediate_size": model.expert_hidden,
@@ -322,11 +270,7 @@ def _write_deepseek(model: ModelConfig) -> Values:
         "topk_group": model.top_groups,
         "norm_topk_prob": model.normalize_weights,
         "routed_scaling_factor": model.route_scale,
-        "scoring_func": model.score_function,
     }
-    if model.score_function == "sigmoid":
-        return hf | {"topk_method": "noaux_tc", "num_nextn_predict_layers": model.mtp_depth}
-    return hf | {"topk_method": "group_limited_greedy" if model.top_groups < model.num_groups else "greedy"}
 
 
 def _write_grouped(model: ModelConfig) -> Values:
@@ -342,9 +286,8 @@ def _write_mixtral(model: ModelConfig) -> Values:
     return _write_grouped(model) | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_hidden}
 
 
-def _write_qwen3_moe(model: ModelConfig) -> Values:
+def _write_qwen(model: ModelConfig) -> Values:
     return _write_grouped(model) | {
-        "attention_bias": model.attention_bias,
         "use_sliding_window": bool(model.sliding_window),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(model.num_dense_layers)),
@@ -352,6 +295,38 @@ def _write_qwen3_moe(model: ModelConfig) -> Values:
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.expert_hidden,
         "norm_topk_prob": model.normalize_weights,
+    }
+
+
+def _write_qwen3_moe(model: ModelConfig) -> Values:
+    return _write_qwen(model) | {"attention_bias": model.attention_bias}
+
+
+def _write_qwen2_moe(model: ModelConfig) -> Values:
+    shared = model.num_shared_experts * model.expert_hidden
+    return _write_qwen(model) | {"qkv_bias": model.attention_bias, "shared_expert_intermediate_size": shared}
+
+
+def _write_olmoe(model: ModelConfig) -> Values:
+    hf = _write_grouped(model) | {
+        "attention_bias": model.attention_bias,
+        "clip_qkv": None,
+        "intermediate_size": model.expert_hidden,
+        "num_experts": model.num_experts,
+        "norm_topk_prob": model.normalize_weights,
+    }
+    del hf["head_dim"]  # that of its norms follows from the width
+    return hf
+
+
+def _write_glm4_moe(model: ModelConfig) -> Values:
+    hf = _write_grouped(model) | _write_leading_dense(model)
+    del hf["sliding_window"]
+    return hf | {
+        "attention_bias": model.attention_bias,
+        "use_qk_norm": model.qk_norm,
+        "partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim,
+        "num_nextn_predict_layers": model.mtp_depth,
     }
 
 
@@ -371,6 +346,9 @@ READERS: Mapping[str, Callable[[Keys, Values], Values]] = MappingProxyType(
         "kimi_k2": _deepseek_v3,  # DeepSeek-V3's code under another name
         "mixtral": _mixtral,
         "qwen3_moe": _qwen3_moe,
+        "qwen2_moe": _qwen2_moe,
+        "olmoe": _olmoe,
+        "glm4_moe": _glm4_moe,
         "gpt_oss": _gpt_oss,
     }
 )
@@ -380,6 +358,9 @@ WRITERS: Mapping[str, Callable[[ModelConfig], Values]] = MappingProxyType(
         "deepseek_v2": _write_deepseek,
         "mixtral": _write_mixtral,
         "qwen3_moe": _write_qwen3_moe,
+        "qwen2_moe": _write_qwen2_moe,
+        "olmoe": _write_olmoe,
+        "glm4_moe": _write_glm4_moe,
         "gpt_oss": _write_gpt_oss,
     }
 )
@@ -389,6 +370,9 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "deepseek_v2": "DeepseekV2ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
+        "glm4_moe": "Glm4MoeForCausalLM",
         "gpt_oss": "GptOssForCausalLM",
     }
 )

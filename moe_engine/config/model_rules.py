@@ -14,7 +14,6 @@ ROPE_SCALINGS = ("none", "yarn")
 # Options that are counted and planned for, but no model computes: the value that turns each off, and what is missing.
 UNBUILT: Mapping[str, tuple[bool | float, str]] = MappingProxyType(
     {
-        "attention_bias": (False, "biases in attention are not built yet"),
         "attention_sinks": (False, "attention sinks are not built yet"),
         "expert_biases": (False, "biases of the router and the experts are in MoELayer alone so far"),
         "swiglu_limit": (0.0, "the clamped SwiGLU is in MoELayer alone so far"),
@@ -78,6 +77,9 @@ def _check_latent(rules: Rules) -> None:
     rules.at_least(1, *(f"model.{size}" for size in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")))
     rules.at_least(0, "model.q_lora_rank")
     rules.positive(1e-6, "model.latent_norm_eps")
+    for bias in ("model.attention_bias", "model.attention_out_bias"):
+        if rules[bias]:
+            rules.refuse(bias, f"latent attention is built without biases; use {bias}=false or model.attention=gqa")
     _check_even(rules, "model.qk_rope_head_dim")
 
 
@@ -85,6 +87,13 @@ def _check_grouped(rules: Rules) -> None:
     heads, kv_heads = "model.num_heads", "model.num_kv_heads"
     rules.at_least(1, kv_heads)
     _check_even(rules, "model.head_dim")
+    if rules["model.rotary_dim"]:
+        _check_even(rules, "model.rotary_dim")
+    if rules.sound("model.head_dim", "model.rotary_dim") and rules["model.rotary_dim"] > rules["model.head_dim"]:
+        size = rules["model.head_dim"]
+        rules.refuse("model.rotary_dim", f"a head has model.head_dim={size} numbers; use model.rotary_dim={size} or 0")
+    if rules["model.qk_norm_whole"] and not rules["model.qk_norm"]:
+        rules.refuse("model.qk_norm_whole", "says over what model.qk_norm=true is; use model.qk_norm_whole=false")
     if rules.sound(heads, kv_heads) and rules[heads] % rules[kv_heads]:
         fitting = max(d for d in range(1, rules[kv_heads] + 1) if rules[heads] % d == 0)
         rules.refuse(kv_heads, f"must divide {heads}={rules[heads]}; use {kv_heads}={fitting}")

@@ -32,6 +32,9 @@ def check_routing(rules: Rules, model: str, moe: str) -> None:
     ):
         rules.one_of(name, CHOICES[name.rpartition(".")[2]])
     _check_nvshmem(rules, moe)
+    gate, shared = model + "shared_gate", model + "num_shared_experts"
+    if rules.sound(shared) and rules[gate] and not rules[shared]:
+        rules.refuse(gate, f"there is no shared expert to gate; use {gate}=false, or {shared}=1")
     if rules.sound(experts, top_k) and rules[top_k] > rules[experts]:
         rules.refuse(top_k, f"a token cannot use more experts than there are; use {top_k}={rules[experts]} or less")
     if rules.sound(groups, top_groups) and rules[top_groups] > rules[groups]:

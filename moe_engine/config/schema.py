@@ -36,7 +36,11 @@ class ModelConfig:
     # gqa
     num_kv_heads: int = 2  # heads of keys and values; each serves num_heads / num_kv_heads heads of queries
     head_dim: int = 64  # of a query, key and value
-    qk_norm: bool = False  # RMSNorm over every head of queries and of keys (Qwen3)
+    qk_norm: bool = False  # RMSNorm over every head of queries and of keys (Qwen3) …
+    qk_norm_whole: bool = False  # … or one over all heads together (OLMoE)
+    rotary_dim: int = 0  # so many numbers at the start of each head turn (GLM-4: half of them); 0: all
+    attention_bias: bool = False  # biases on the projections of queries, keys and values
+    attention_out_bias: bool = False  # a bias on the output's projection
     # rotary embedding (arXiv 2104.09864)
     rope_theta: float = 10000.0  # the slowest pair turns once in about this many positions, times 2 pi
     rope_style: str = "interleaved"  # which numbers turn together: 2i and 2i+1 (DeepSeek) | halves: i and i+d/2 (Llama)
@@ -56,6 +60,7 @@ class ModelConfig:
     top_k: int = 4  # experts of a token
     expert_hidden: int = 128  # inside an expert
     num_shared_experts: int = 1  # merged into one MLP of num_shared_experts * expert_hidden
+    shared_gate: bool = False  # its output is multiplied by sigmoid(w x) (Qwen2-MoE)
     score_function: str = "sigmoid"  # sigmoid | softmax
     num_groups: int = 1  # node-limited routing: experts are split in this many groups …
     top_groups: int = 1  # … and a token uses at most this many of them
@@ -70,7 +75,6 @@ class ModelConfig:
     # counted, but refused by `train`
     sliding_window: int = 0  # a query sees this many keys, itself included; 0: all; refused if shorter than a sequence
     sliding_window_every: int = 1  # of how many layers the first has the window; 1: all have it
-    attention_bias: bool = False  # biases on the projections of queries, keys, values and output
     attention_sinks: bool = False  # a learned score for each head that takes weight and gives no value
     expert_biases: bool = False  # biases on the router and on the experts' projections
     swiglu_limit: float = 0.0  # gate and up projection are clamped to this; 0: they are not
@@ -85,6 +89,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     num_shared_experts: int = 0
+    shared_gate: bool = False
     score_function: str = "sigmoid"
     num_groups: int = 1
     top_groups: int = 1
@@ -299,6 +304,7 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         num_experts=model.num_experts,
         top_k=model.top_k,
         num_shared_experts=model.num_shared_experts,
+        shared_gate=model.shared_gate,
         score_function=model.score_function,
         num_groups=model.num_groups,
         top_groups=model.top_groups,

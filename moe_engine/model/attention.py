@@ -3,7 +3,8 @@
 * Latent (MLA; DeepSeek-V3, arXiv 2412.19437, section 2.1.1): keys and values of all heads come from one latent of
   `kv_lora_rank` numbers a token, plus one rotary key of `qk_rope_head_dim` numbers that all heads share.
 * Grouped queries (GQA; arXiv 2305.13245): fewer heads of keys and values than of queries, each serving a group; by
-  option every head of queries and keys is normalised (Qwen3).
+  option every head of queries and keys is normalised (Qwen3), or all heads together (OLMoE), the projections have
+  biases (Qwen2-MoE), and a part of each head turns with the position (GLM-4).
 
 Both go in three parts: `project`, `core` (softmax(QK^T)V, the one that communicates where ranks share sequences) and
 `out`, so that a block can recompute the first and the last.
@@ -237,19 +238,25 @@ class LatentAttention(Attention):
 
 
 class GroupedAttention(Attention):
-    """GQA. Parameters q_proj, k_proj, v_proj, out and, with `qk_norm`, q_norm and k_norm [head_dim]."""
+    """GQA. Parameters q_proj, k_proj, v_proj, out and, with `qk_norm`, q_norm and k_norm: [head_dim], or of all heads
+    together with `qk_norm_whole`.
+    """
 
     def __init__(
         self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None, cp: ContextParallel | None = None
     ) -> None:
         super().__init__(model, cp)
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        self.q_proj = Linear(model.dim, queries, dtype, device)
-        self.k_proj = Linear(model.dim, keys, dtype, device)
-        self.v_proj = Linear(model.dim, keys, dtype, device)
-        self.out = Linear(queries, model.dim, dtype, device)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_eps, dtype, device) if model.qk_norm else None
+        self.q_proj = Linear(model.dim, queries, dtype, device, model.attention_bias)
+        self.k_proj = Linear(model.dim, keys, dtype, device, model.attention_bias)
+        self.v_proj = Linear(model.dim, keys, dtype, device, model.attention_bias)
+        self.out = Linear(queries, model.dim, dtype, device, model.attention_out_bias)
+
+        def norm(width: int) -> RMSNorm | None:
+            normed = width if model.qk_norm_whole else model.head_dim
+            return RMSNorm(normed, model.norm_eps, dtype, device) if model.qk_norm else None
+
+        self.q_norm, self.k_norm = norm(queries), norm(keys)
 
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
@@ -263,7 +270,9 @@ class GroupedAttention(Attention):
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, context: SequenceContext) -> Tensor:
         """Projected queries or keys, normalised and rotated: [B, S, heads, head_dim]."""
+        if norm is not None and self.model.qk_norm_whole:
+            x = norm(x)
         heads = x.view(*context.shape, x.shape[1] // self.model.head_dim, self.model.head_dim)
-        if norm is not None:
+        if norm is not None and not self.model.qk_norm_whole:
             heads = norm(heads)
-        return rotate(heads, context.cos, context.sin, self.model.rope_style)
+        return rotate(heads, context.cos, context.sin, self.model.rope_style, start=True)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.schema import ModelConfig
-from moe_engine.ops.rotary import rotate_end
+from moe_engine.ops.rotary import rotate_end, rotate_start
 
 
 def rotary_dim(model: ModelConfig) -> int:
     """How many numbers of each head turn."""
-    return model.qk_rope_head_dim if model.attention == "mla" else model.head_dim
+    return model.qk_rope_head_dim if model.attention == "mla" else model.rotary_dim or model.head_dim
 
 
 def angles(positions: Tensor, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -52,12 +52,12 @@ def score_growth(model: ModelConfig) -> float:
     return _growth(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str = "interleaved") -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str = "interleaved", start: bool = False) -> Tensor:
     """Rotary embedding of the last rope numbers of each head, the others kept: x [B, S, heads, n], same dtype.
 
-    Pairs are (2i, 2i+1) when interleaved, (i, i + rope/2) in `halves`.
+    start: of the first ones in their place. Pairs are (2i, 2i+1) when interleaved, (i, i + rope/2) in `halves`.
     """
-    return rotate_end(x, cos, sin, style == "interleaved")
+    return (rotate_start if start else rotate_end)(x, cos, sin, style == "interleaved")
 
 
 def _ramp(model: ModelConfig) -> tuple[float, float]:

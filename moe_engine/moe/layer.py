@@ -30,7 +30,7 @@ from moe_engine.moe.capacity import limit_load
 from moe_engine.moe.choices import Choices
 from moe_engine.moe.dispatch import graph
 from moe_engine.moe.experts import Experts, activation_of
-from moe_engine.moe.mlp import DenseMLP
+from moe_engine.moe.mlp import DenseMLP, SharedGate
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router, Routing
 from moe_engine.ops.attach import attach
@@ -122,6 +122,7 @@ class MoELayer(nn.Module):
         if config.num_shared_experts:
             shared_hidden = config.num_shared_experts * config.expert_hidden
             self.shared = DenseMLP(config.dim, shared_hidden, dtype, device, activation)
+        self.shared_gate = SharedGate(config.dim, dtype, device) if config.shared_gate else None
         if precision == "fp8":
             use_fp8(self, Fp8(keep=False))
         if seed is not None:
@@ -243,7 +244,10 @@ class MoELayer(nn.Module):
         self, x: Tensor, queue: WgradQueue | None = None, segments: Segments | None = None
     ) -> Tensor | None:
         """The shared expert's output for `x` [T, D], if there is one; it needs no exchange."""
-        return None if self.shared is None else self.shared(x, queue, segments)
+        if self.shared is None:
+            return None
+        out: Tensor = self.shared(x, queue, segments)
+        return out if self.shared_gate is None else self.shared_gate(out, x)
 
     def compute(self, arrived: Arrived, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """The routed experts' rows to send back [R, D]."""

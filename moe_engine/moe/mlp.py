@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moe_engine.ops.expert_activation import Activation, expert_activation
 from moe_engine.ops.fp8_linear import fp8_mlp
+from moe_engine.ops.gate import gate_rows
 from moe_engine.ops.linear import Linear
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -44,3 +45,15 @@ class DenseMLP(nn.Module):
 
         out: Tensor = self.down(segment(segments, "swiglu", activate, first(x, queue)), queue)
         return out
+
+
+class SharedGate(nn.Module):
+    """How much of the shared expert's output a token takes: sigmoid(x w). Parameter weight [1, D], left as it is."""
+
+    def __init__(self, dim: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, dim, dtype=dtype, device=device))
+
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+        """The shared expert's output [..., D] for x [..., D], gated."""
+        return gate_rows(out, x, self.weight)

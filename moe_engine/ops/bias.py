@@ -1,4 +1,4 @@
-"""Biases of experts: each row adds its expert's bias, times the row's weight."""
+"""Biases: one for all rows, or each row's expert's, times the row's weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+
+
+class _AddVector(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor) -> Tensor:
+        return rows + bias.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None
+        wide = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
+        return grads[0], wide.reshape(-1, wide.shape[-1]).sum(dim=0)
+
+
+def add_vector(rows: Tensor, bias: Tensor) -> Tensor:
+    """rows [..., D] plus bias [D], in the rows' dtype; the bias' gradient is summed, and leaves, in fp32 (fp64).
+
+    It is small, so it never waits for W as the weights' do.
+    """
+    out: Tensor = _AddVector.apply(rows, bias)
+    return out
 
 
 class _AddBias(torch.autograd.Function):

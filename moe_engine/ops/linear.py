@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.bias import add_vector
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.fp8_linear import fp8_linears
 from moe_engine.ops.wgrad_queue import WgradQueue, leaf, waits, weight_gradient
@@ -55,7 +56,8 @@ def linear(x: Tensor, weight: Tensor, queue: WgradQueue | None = None) -> Tensor
 
 
 class Linear(nn.Linear):
-    """y = x W^T without bias; weight [out, in], left uninitialised (whoever knows its global name fills it).
+    """y = x W^T, by option + bias; weight [out, in], bias [out], left uninitialised (whoever knows their global names
+    fills them).
 
     fp8: how it computes in fp8 (`ops.fp8.use_fp8` sets it); None: in the weight's own format.
     """
@@ -66,8 +68,9 @@ class Linear(nn.Linear):
         out_features: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        bias: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
         self.fp8: Fp8 | None = None
 
     def reset_parameters(self) -> None:
@@ -80,8 +83,10 @@ class Linear(nn.Linear):
 def linears(x: Tensor, layers: Sequence[Linear], queue: WgradQueue | None = None) -> list[Tensor]:
     """Several layers of one input: x [..., in] -> [..., out] each. In fp8 the input is quantised and kept once."""
     if layers[0].fp8 is not None:
-        return fp8_linears(x, [layer.weight for layer in layers], layers[0].fp8, queue)
-    return [linear(x, layer.weight, queue) for layer in layers]
+        found = fp8_linears(x, [layer.weight for layer in layers], layers[0].fp8, queue)
+    else:
+        found = [linear(x, layer.weight, queue) for layer in layers]
+    return [y if layer.bias is None else add_vector(y, layer.bias) for y, layer in zip(found, layers, strict=True)]
 
 
 class _WideLinear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Rotary embedding of the end of each vector: pairs of numbers turned by given angles (arXiv 2104.09864).
+"""Rotary embedding of the end (or start) of each vector: pairs of numbers turned by given angles (arXiv 2104.09864).
 
 Turning a pair (a, b) gives (a cos - b sin, b cos + a sin): the pair times cos, plus the pair turned by a right angle
 times sin. So no number is taken out of its place: every pass is over contiguous memory, in blocks that stay in a CPU's
@@ -51,30 +51,31 @@ class Turn:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, start: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved)
+        ctx.interleaved, ctx.start = interleaved, start
+        return _turn(x, cos, sin, interleaved, start)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
+        return _turn(grads[0], cos, -sin, ctx.interleaved, ctx.start), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, start: bool) -> Tensor:
     cos, sin = (_for_each(angle, interleaved) for angle in (cos, sin))
     (heads, n), rope = x.shape[-2:], cos.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, turned, cos, sin = x.flatten(0, -3), out.view(-1, heads, n), cos.flatten(0, -3), sin.flatten(0, -3)
+    turns, rest = (slice(rope), slice(rope, n)) if start else (slice(n - rope, n), slice(n - rope))
     if n > rope:
-        turned[..., : n - rope] = rows[..., : n - rope]
+        turned[..., rest] = rows[..., rest]
     elements = CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else BLOCK_ELEMENTS
     step = max(1, elements // max(1, heads * rope))
-    for start in range(0, rows.shape[0], step):
-        part = slice(start, start + step)
-        pairs = rows[part, :, n - rope :].to(cos.dtype, memory_format=torch.contiguous_format)
-        turned[part, :, n - rope :] = (pairs * cos[part]).add_(_quarter(pairs, interleaved).mul_(sin[part]))
+    for first in range(0, rows.shape[0], step):
+        part = slice(first, first + step)
+        pairs = rows[part, :, turns].to(cos.dtype, memory_format=torch.contiguous_format)
+        turned[part, :, turns] = (pairs * cos[part]).add_(_quarter(pairs, interleaved).mul_(sin[part]))
     return out
 
 
@@ -98,5 +99,11 @@ def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
     cos, sin [B, S, 1, rope/2] in fp32 (fp64), in which products are computed. Pairs are (2i, 2i+1) if interleaved,
     else (i, i + rope/2).
     """
-    out: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+    out: Tensor = _Rotate.apply(x, cos, sin, interleaved, False)
+    return out
+
+
+def rotate_start(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The first `rope` numbers of every head turned; otherwise as `rotate_end`."""
+    out: Tensor = _Rotate.apply(x, cos, sin, interleaved, True)
     return out

@@ -342,11 +342,11 @@ class ZeroOptimizer:
 
 
 def decays(named: NamedParameter, optim: OptimConfig) -> bool:
-    """Whether weight decay applies: to matrices but the router's, to the embedding table by option."""
+    """Whether weight decay applies: to matrices but those of routers and gates, to the embedding table by option."""
     name = named.names[0]
     if name == "embedding.weight":
         return optim.decay_embedding
-    return named.is_matrix and not name.endswith("router.weight")
+    return named.is_matrix and not name.endswith(("router.weight", "shared_gate.weight"))
 
 
 def _make_buckets(

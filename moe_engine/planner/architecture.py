@@ -39,7 +39,8 @@ class Architecture:
 
     gated: the MLP has gate and up (SwiGLU); otherwise one matrix up, one down (GeLU). biases: linear layers have them,
     and norms are LayerNorm with two vectors. learned_positions: rows of a position table, 0 for none.
-    shared_hidden: hidden width of the shared experts together. sigmoid_scores: the router's, else softmax.
+    shared_hidden: hidden width of the shared experts together. rotary_dim: numbers of a head of grouped queries that
+    turn; 0: all. attention_vectors: sizes of biases in attention. sigmoid_scores: the router's, else softmax.
     """
 
     vocab_size: int
@@ -55,6 +56,9 @@ class Architecture:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    rotary_dim: int = 0
+    attention_vectors: tuple[int, ...] = ()
     gated: bool = True
     biases: bool = False
     learned_positions: int = 0
@@ -62,6 +66,7 @@ class Architecture:
     top_k: int = 0
     expert_hidden: int = 0
     shared_hidden: int = 0
+    shared_gate: bool = False
     top_groups: int = 1
     num_groups: int = 1
     mtp_depth: int = 0
@@ -118,6 +123,12 @@ class Architecture:
         return [*self.attention(), Matrix("router", self.dim, self.num_experts, False), *shared]
 
     @property
+    def qk_norms(self) -> tuple[int, ...]:
+        """Sizes of the norms of queries and of keys."""
+        heads = (self.num_heads, self.num_kv_heads) if self.qk_norm_whole else (1, 1)
+        return tuple(self.qk_head_dim * number for number in heads) if self.qk_norm else ()
+
+    @property
     def expert_size(self) -> int:
         """Parameters of one routed expert."""
         return sum(matrix.size for matrix in self.mlp(self.expert_hidden))
@@ -125,7 +136,7 @@ class Architecture:
     def vectors(self, moe: bool) -> int:
         """Norms and biases of a layer."""
         norms = 2 * self.dim * self.norm_vectors + self.q_lora_rank + self.kv_lora_rank
-        norms += 2 * self.qk_head_dim if self.qk_norm else 0
+        norms += sum(self.qk_norms) + sum(self.attention_vectors) + self.shared_gate * self.dim * moe
         return norms + (sum(matrix.outputs for matrix in self.dense_matrices(moe)) if self.biases else 0)
 
     @property
@@ -166,6 +177,12 @@ class Architecture:
         return 2.0 * weights * seq_len + blocks * width * seq_len * seq_len * (1.0 if causal else 2.0)
 
 
+def _attention_vectors(model: ModelConfig) -> tuple[int, ...]:
+    """Sizes of the biases of grouped queries' projections."""
+    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads) if model.attention_bias else ()
+    return *(number * model.head_dim for number in heads), *((model.dim,) if model.attention_out_bias else ())
+
+
 def architecture(model: ModelConfig) -> Architecture:
     """The planner's view of a model of the engine. Biases of single layers (gpt-oss) are left out, a few in 10,000."""
     latent = model.attention == "mla"
@@ -184,10 +201,14 @@ def architecture(model: ModelConfig) -> Architecture:
         kv_lora_rank=model.kv_lora_rank if latent else 0,
         qk_rope_head_dim=rope if latent else 0,
         qk_norm=model.qk_norm and not latent,
+        qk_norm_whole=model.qk_norm_whole,
+        rotary_dim=0 if latent else model.rotary_dim,
+        attention_vectors=() if latent else _attention_vectors(model),
         num_experts=model.num_experts if model.num_dense_layers < model.num_layers + model.mtp_depth else 0,
         top_k=model.top_k,
         expert_hidden=model.expert_hidden,
         shared_hidden=model.num_shared_experts * model.expert_hidden,
+        shared_gate=model.shared_gate,
         top_groups=model.top_groups,
         num_groups=model.num_groups,
         mtp_depth=model.mtp_depth,

@@ -43,12 +43,13 @@ def parameters_of(cut: Cut, part: str) -> list[Parameter]:
         keys = model.num_kv_heads * model.qk_head_dim
         matrices = [model.dim * model.num_heads * model.qk_head_dim, model.dim * keys, model.dim * keys]
         matrices.append(model.dim * model.num_heads * model.v_head_dim)
-        norms += [model.qk_head_dim, model.qk_head_dim] if model.qk_norm else []
+        norms += [*model.qk_norms, *model.attention_vectors]
     found: list[Parameter] = []
     if cut.is_moe(part):
         if model.shared_hidden:
             matrices += [matrix.size for matrix in model.mlp(model.shared_hidden)]
         found.append(Parameter(model.dim * model.num_experts, False))
+        found += [Parameter(model.dim, False)] * model.shared_gate
         found += [Parameter(matrix.size, True, expert=True) for matrix in model.mlp(model.expert_hidden)]
     else:
         matrices += [matrix.size for matrix in model.mlp(model.dense_hidden)]

@@ -164,7 +164,7 @@ def weight_codes(sizes: Sizes, moe: bool) -> float:
 def stage_tensors(sizes: Sizes, mtp: int, head: bool) -> list[Kept]:
     """What a stage keeps besides its blocks: its output, rotary angles; for each loss and MTP module their inputs."""
     model, tokens = sizes.model, sizes.tokens
-    rotary = model.qk_rope_head_dim if model.kv_lora_rank else model.qk_head_dim
+    rotary = model.qk_rope_head_dim if model.kv_lora_rank else model.rotary_dim or model.qk_head_dim
     found = [
         Kept("output", sizes.vectors * (1 + mtp), stays=True),
         Kept("rotary angles", tokens * rotary * sizes.wide, stays=True),
@@ -265,7 +265,8 @@ def _attention_of_one_rank(sizes: Sizes) -> list[Kept]:
         keys = max(1.0, model.num_kv_heads / tp)
         found = [queries, Kept("k", tokens * keys * qk * number), Kept("v", tokens * keys * value * number)]
         if model.qk_norm:
-            found.append(Kept("qk before norm", tokens * (heads + keys) * (qk * number + sizes.wide)))
+            factors = 2 if model.qk_norm_whole else heads + keys
+            found.append(Kept("qk before norm", tokens * ((heads + keys) * qk * number + factors * sizes.wide)))
         return found + out
     up = ("mla_up_proj",)
     found = []
@@ -298,6 +299,7 @@ def _moe_tensors(sizes: Sizes) -> list[Kept]:
         read = rows.received if rows.ep > 1 else sizes.tokens / sizes.along
     found = [
         *(_mlp_tensors(sizes, model.shared_hidden, "shared") if model.shared_hidden else []),
+        *([Kept("shared out", sizes.vectors + sizes.tokens * sizes.wide)] if model.shared_gate else []),
         *_routing_tensors(sizes),
         Kept("expert rows", sizes.read(read, model.dim)),
         Kept("row weights", sizes.expert_rows * sizes.wide),

@@ -8,8 +8,8 @@ matrix costs 2 operations per token forward (multiply, add) and 4 backward (two 
 * `nvidia`: the same, plus 6 per token for each weight of the norms on MLA's latent vectors and of the norms of an MTP
   module, as Megatron's `num_floating_point_operations` counts. The difference is about 3 in a million.
 
-Both leave out the router, the embedding look-up, the other norms, biases and the optimizer. In a layer with a sliding
-window the scores outside it do not count either.
+Both leave out the router and the shared expert's gate, the embedding look-up, the other norms, biases and the
+optimizer. In a layer with a sliding window the scores outside it do not count either.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1, appendix B) for MLA; DeepSeek-V3 (arXiv 2412.19437, sections 2.1
 and 2.2) for experts and MTP; PaLM (arXiv 2204.02311, appendix B) for MFU.
@@ -65,7 +65,7 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
         "attention": blocks * (sizes.attention + sizes.attention_vectors),
         "dense_mlp": model.num_dense_layers * sizes.dense_mlp,
         "router": moe_blocks * model.num_experts * (model.dim + model.expert_biases),
-        "shared_experts": moe_blocks * model.num_shared_experts * sizes.expert,
+        "shared_experts": moe_blocks * (model.num_shared_experts * sizes.expert + model.shared_gate * model.dim),
         "experts": moe_blocks * model.num_experts * (sizes.expert + sizes.expert_biases),
         "norms": blocks * (2 * model.dim + sizes.latent_norms + sizes.head_norms)
         + model.dim
@@ -150,7 +150,7 @@ def _sizes(model: ModelConfig) -> _Sizes:
         attention=_latent_attention(model) if latent else _grouped_attention(model),
         attention_vectors=_attention_vectors(model),
         latent_norms=model.q_lora_rank + model.kv_lora_rank if latent else 0,
-        head_norms=0 if latent or not model.qk_norm else 2 * model.head_dim,
+        head_norms=0 if latent or not model.qk_norm else _head_norms(model),
         dense_mlp=3 * model.dim * model.dense_hidden,
         expert=3 * model.dim * model.expert_hidden,
         expert_biases=model.expert_biases * (2 * model.expert_hidden + model.dim),
@@ -177,10 +177,16 @@ def _grouped_attention(model: ModelConfig) -> int:
     return 2 * model.dim * model.head_dim * (model.num_heads + model.num_kv_heads)
 
 
+def _head_norms(model: ModelConfig) -> int:
+    """Weights of the norms of queries and keys in GQA."""
+    return model.head_dim * (model.num_heads + model.num_kv_heads if model.qk_norm_whole else 2)
+
+
 def _attention_vectors(model: ModelConfig) -> int:
     """Biases of the projections that read the hidden state or write to it, and a sink a head."""
     if model.attention == "gqa":
-        biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads) + model.dim
+        biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
     else:
-        biases = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim + model.dim
-    return model.attention_bias * biases + model.attention_sinks * model.num_heads
+        biases = model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim
+    biases *= model.attention_bias
+    return biases + model.attention_out_bias * model.dim + model.attention_sinks * model.num_heads

@@ -13,7 +13,10 @@ from hf_folders import equal, our_logits, our_mtp_states, relative, tensors_of
 pytest.importorskip("transformers")
 
 from hf_models import (  # noqa: E402
+    GLM4,
     MIXTRAL,
+    OLMOE,
+    QWEN2,
     QWEN3,
     V2_LITE,
     V3,
@@ -63,6 +66,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, first layer dense": QWEN3 | dict(mlp_only_layers=[0]),
     "qwen3, weights not normalised": QWEN3 | dict(norm_topk_prob=False, tie_word_embeddings=True),
     "qwen3, yarn": QWEN3 | dict(rope_scaling=YARN),
+    "qwen2": QWEN2,
+    "qwen2, square": QWEN2 | SQUARE | dict(num_key_value_heads=4, norm_topk_prob=True),
+    "qwen2, no biases, first layer dense": QWEN2 | dict(qkv_bias=False, mlp_only_layers=[0], tie_word_embeddings=True),
+    "olmoe": OLMOE,
+    "olmoe, square": OLMOE | dict(intermediate_size=32, num_key_value_heads=4, norm_topk_prob=True),
+    "olmoe, biases": OLMOE | dict(attention_bias=True, tie_word_embeddings=True),
+    "glm4": GLM4,
+    "glm4, square": GLM4 | SQUARE | dict(head_dim=8, num_key_value_heads=4, use_qk_norm=False),
+    "glm4, groups, a quarter turns, yarn": GLM4
+    | dict(
+        n_group=4,
+        topk_group=2,
+        partial_rotary_factor=0.25,
+        rope_scaling=YARN,
+        attention_bias=False,
+    ),
 }
 
 
@@ -83,7 +102,11 @@ def test_logits_are_those_of_transformers(config: dict[str, Any], tmp_path: Path
     assert torch.equal(logits_of(opened(tmp_path / "back"), tokens()), right)
 
 
-@pytest.mark.parametrize("config", [V3, V2_LITE, MIXTRAL, QWEN3], ids=["v3", "v2_lite", "mixtral", "qwen3"])
+@pytest.mark.parametrize(
+    "config",
+    [V3, V2_LITE, MIXTRAL, QWEN3, QWEN2, OLMOE, GLM4],
+    ids=["v3", "v2_lite", "mixtral", "qwen3", "qwen2", "olmoe", "glm4"],
+)
 def test_fused_experts_are_read(config: dict[str, Any], tmp_path: Path) -> None:
     """As transformers has a layer in memory, which it saves when told not to go back to the published layout."""
     model = random_model(config)
@@ -93,10 +116,10 @@ def test_fused_experts_are_read(config: dict[str, Any], tmp_path: Path) -> None:
     assert relative(our_logits(weights, tokens()), logits_of(model, tokens())) < BOUND
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
-def test_mtp_tensors_come_back_bit_for_bit(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [V3, V3 | dict(tie_word_embeddings=True), GLM4], ids=["v3", "v3, tied", "glm4"])
+def test_mtp_tensors_come_back_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
-    random_model(V3 | dict(tie_word_embeddings=tied)).save_pretrained(source)
+    random_model(config).save_pretrained(source)
     add_mtp(source)
     weights = open_weights(source)
     assert weights.model.mtp_depth == 1 and not weights.notes
@@ -117,11 +140,12 @@ def test_bf16_folder_keeps_its_bits(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_mtp_module_is_that_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [V3, GLM4], ids=["v3", "glm4"])
+def test_mtp_module_is_that_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     """From the same hidden state and tokens; transformers reads the folder's MTP layer by itself."""
     from transformers.modeling_layers import MtpModel
 
-    random_model(V3).save_pretrained(tmp_path / "source")
+    random_model(config).save_pretrained(tmp_path / "source")
     add_mtp(tmp_path / "source")
     main = AutoModelForCausalLM.from_pretrained(tmp_path / "source", attn_implementation="eager").eval()
     main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]  # how transformers knows MTP layers

@@ -24,7 +24,7 @@ LAYOUTS = [
     Case(pp=2, dp=2, ep=2, micro_batch=2, combine="exact", tied=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", combine="exact", padding=True),
     Case(dp=4, ep=4, schedule="overlapped_1f1b", combine="exact", skew=True),
-    Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", model="qwen3", z_loss=True, recompute="full"),
+    Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", model="qwen2_olmoe_glm4", z_loss=True),
     Case(cp=2, ep=2, exchange="ulysses", combine="exact", padding=True),
 ]
 

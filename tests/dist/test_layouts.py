@@ -57,6 +57,7 @@ FEATURES = [
     Case(pp=4, dp=1, schedule="dualpipe", stages=("embedding", "3L", "1L+head", "mtp"), mtp_depth=2, steps=3),
     Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True, steps=3),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact", steps=3),
+    Case(pp=2, cp=2, ep=2, schedule="zb_h1", model="qwen2_olmoe_glm4", recompute="full", steps=2),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True, steps=3),
     Case(pp=2, dp=1, schedule="dualpipe", recompute="selective", steps=3),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", wire="fp8", padding=True, steps=3),

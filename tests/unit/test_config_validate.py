@@ -48,7 +48,7 @@ def test_presets_are_valid_but_for_what_is_not_built(name: str) -> None:
     if not name.startswith("gpt_oss"):
         return validate(config)
     refused = [line.partition("=")[0].removeprefix("model.") for line in problems(config)]
-    assert refused == ["attention_bias", "attention_sinks", "expert_biases", "swiglu_limit", "sliding_window"]
+    assert refused == ["attention_sinks", "expert_biases", "swiglu_limit", "sliding_window"]
 
 
 def test_options_without_effect_are_not_checked() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_folders import MIXTRAL, QWEN3, V2, V3
+from hf_folders import GLM4, MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3
 
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, names
 from moe_engine.config.huggingface_families import family_of
@@ -26,6 +26,9 @@ MODELS = {
     "v2": V2,
     "mixtral": MIXTRAL,
     "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "olmoe": OLMOE,
+    "glm4": GLM4,
     "qwen3, first layer dense": replace(QWEN3, num_dense_layers=1),
 }
 

@@ -18,6 +18,7 @@ from moe_engine.trainer import StepGradients, Trainer
 
 ROWS, LENGTH, VOCAB = 4, 9, 61
 TOLERANCE = 1e-10
+UNDECAYED = ("router.weight", "shared_gate.weight")  # of the matrices
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ VARIANTS = [
     Variant("all_experts", {"top_k": 8, "num_groups": 1, "top_groups": 1, "num_shared_experts": 0}, micro_batch=4),
     Variant("mixtral", {**GROUPED, "num_dense_layers": 0, "mtp_depth": 0}, documents=2),
     Variant("qwen3", {**GROUPED, "qk_norm": True, "num_kv_heads": 1, "norm_eps": 1e-3}, padding=True, z_loss=0.1),
+    Variant("qwen2", {**GROUPED, "attention_bias": True, "shared_gate": True, "num_shared_experts": 2}, padding=True),
+    Variant("olmoe", {**GROUPED, "qk_norm": True, "qk_norm_whole": True, "attention_out_bias": True}),
+    Variant("glm4", {**GROUPED, "rotary_dim": 4, "score_function": "sigmoid", "attention_bias": True}, bias=0.05),
     Variant("grouped_yarn", {**GROUPED, **YARN, "qk_norm": True, "rope_mscale_all_dim": 0.0, "rope_truncate": False}),
     Variant("latent_yarn", {**YARN, "rope_mscale": 0.7, "latent_norm_eps": 1e-3}, documents=1, bias=0.05),
     Variant("latent_yarn_halves", {**YARN, "q_lora_rank": 0, "rope_style": "halves", "rope_beta_fast": 1.0}),
@@ -137,7 +141,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def test_losses_gradients_counts_and_updates_equal_the_plain_model(variant: Variant) -> None:
     trainer, config = make_trainer(variant), make_config(variant)
     parameters = parameters_of(trainer)
-    decayed = [name for name, p in parameters.items() if p.dim() == 2 and not name.endswith("router.weight")]
+    decayed = [name for name, p in parameters.items() if p.dim() == 2 and not name.endswith(UNDECAYED)]
     adamw = torch.optim.AdamW(
         [
             {"params": [parameters[name] for name in decayed], "weight_decay": config.optim.weight_decay},

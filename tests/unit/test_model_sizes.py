@@ -46,6 +46,10 @@ PUBLISHED = {
     "mixtral_8x22b": 140_620_634_112,
     "mixtral_8x7b": 46_702_792_704,
     "moonlight_16b_a3b": 15_960_108_544,
+    "glm4_5": 352_797_814_784,
+    "glm4_5_air": 106_852_245_504,
+    "olmoe_1b_7b": 6_919_161_856,
+    "qwen1_5_moe_a2_7b": 14_315_784_192,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_30b_a3b": 30_532_122_624,
 }
@@ -78,7 +82,9 @@ GROUPED = {"attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
 
 @pytest.mark.parametrize("changes", [
     {}, {"tied_head": True}, {"tied_head": True, "mtp_depth": 0}, {"mtp_depth": 0}, {"mtp_depth": 3, "q_lora_rank": 0},
-    GROUPED, {**GROUPED, "qk_norm": True, "tied_head": True}, {"num_dense_layers": 4},
+    GROUPED, {**GROUPED, "qk_norm": True, "qk_norm_whole": True, "attention_out_bias": True},
+    {**GROUPED, "num_shared_experts": 2, "shared_gate": True, "attention_bias": True, "rotary_dim": 4},
+    {**GROUPED, "qk_norm": True, "tied_head": True}, {"num_dense_layers": 4},
     {"num_dense_layers": 0, "num_shared_experts": 0}, {"num_shared_experts": 2},
 ])  # fmt: skip
 def test_any_cut_has_the_same_names_and_the_planned_count(changes: dict[str, object]) -> None:

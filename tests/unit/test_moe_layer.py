@@ -30,7 +30,7 @@ VARIANTS = [
     {"top_k": 1, "combine": "exact"},
     {"activation": "gelu"},
     {"activation": "gelu_tanh", "gated": False},
-    {"activation": "relu", "expert_biases": True},
+    {"activation": "relu", "expert_biases": True, "shared_gate": True},
     {"activation": "relu_squared", "gated": False, "expert_biases": True},
     {"activation": "silu", "gated": False},
     {"swiglu_limit": 0.7, "expert_biases": True, "score_function": "softmax", "num_shared_experts": 0},

@@ -15,6 +15,9 @@ from moe_engine.planner.memory import rank_memory
 
 MINI = "model=mini_v3 model.num_layers=4 parallel.dp=4 parallel.ep=4"
 SHARED = "model=mini_v3 model.num_layers=3 parallel.dp=2 parallel.ep=4"
+GLM4 = "model=glm4_5 model.num_layers=5 model.dim=256 model.vocab_size=1000 model.dense_hidden=512"
+QWEN2 = "model=qwen1_5_moe_a2_7b model.num_layers=3 model.dim=256 model.vocab_size=1000"
+OLMOE = "model=olmoe_1b_7b model.num_layers=3 model.dim=256 model.vocab_size=1000"
 GROUPED = "model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000"
 FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
@@ -40,6 +43,10 @@ MORE = [
     (f"{SHARED} parallel.cp=2 cp.payload=latent precision=fp8 pipeline=dualpipe parallel.pp=2", 0, 1.0),
     (f"{GROUPED} parallel.dp=2 parallel.cp=4 parallel.ep=8 cp.exchange=ulysses", 0, 1.0),
     (f"{MINI} parallel.pp=1 moe.combine=exact", 0, 1.0),
+    (f"{GLM4} parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=zb_h1", 4, 1.0),
+    (f"{QWEN2} parallel.dp=4 parallel.ep=4", 0, 1.0),
+    (f"{QWEN2} parallel.dp=4 parallel.ep=4 precision=fp8 recompute=full", 0, 1.0),
+    (f"{OLMOE} parallel.dp=4 parallel.cp=2 parallel.ep=8", 0, 1.0),
     ("model=mixtral_8x7b model.num_layers=4 model.dim=256 model.vocab_size=1000 model.expert_hidden=512 "
      "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=dualpipev", 0, 1.0),
     ("model=deepseek_v2_lite model.num_layers=3 parallel.dp=8 parallel.ep=8", 3, 1.5),

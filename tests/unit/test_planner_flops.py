@@ -60,7 +60,7 @@ def test_parameters_of_gpt_oss_are_counted_though_not_trained() -> None:
         count = parameter_count(model)
         assert count.total == total == sum(count.by_part.values())
         assert count.active - count.by_part["embedding"] == pytest.approx(active, abs=0.005e9)
-    vectors = {"attention_bias": False, "attention_sinks": False, "expert_biases": False}
+    vectors = {"attention_bias": False, "attention_out_bias": False, "attention_sinks": False, "expert_biases": False}
     without = parameter_count(replace(GPT_OSS, **vectors))
     attention = 24 * (64 * (64 + 2 * 8) + 2880 + 64)
     assert parameter_count(GPT_OSS).by_part["attention"] - without.by_part["attention"] == attention
@@ -70,7 +70,8 @@ def test_parameters_of_gpt_oss_are_counted_though_not_trained() -> None:
 
 
 def test_biases_of_latent_attention_are_those_that_meet_the_hidden_state() -> None:
-    more = parameter_count(replace(DEEPSEEK_V3, attention_bias=True)).total - parameter_count(DEEPSEEK_V3).total
+    biases = {"attention_bias": True, "attention_out_bias": True}
+    more = parameter_count(replace(DEEPSEEK_V3, **biases)).total - parameter_count(DEEPSEEK_V3).total
     assert more == 61 * (1536 + 512 + 64 + 7168)
 
 

@@ -68,16 +68,18 @@ class Family:
     up: str = "up_proj"
     down: str = "down_proj"
     router_bias: bool = False
-    shared_experts: bool = True
-    mtp: bool = False
+    shared: str = "shared_experts"
 
 
 FAMILIES = {
-    "deepseek_v3": Family(router_bias=True, mtp=True),
-    "kimi_k2": Family(router_bias=True, mtp=True),
+    "deepseek_v3": Family(router_bias=True),
+    "kimi_k2": Family(router_bias=True),
     "deepseek_v2": Family(),
-    "mixtral": Family(moe="block_sparse_moe", gate="w1", up="w3", down="w2", shared_experts=False),
-    "qwen3_moe": Family(shared_experts=False),
+    "mixtral": Family(moe="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "qwen3_moe": Family(),
+    "qwen2_moe": Family(shared="shared_expert"),
+    "olmoe": Family(),
+    "glm4_moe": Family(router_bias=True),
 }
 
 
@@ -175,9 +177,14 @@ class _Model:
         queries, keys = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
         for word, rows in (("q", queries), ("k", keys), ("v", keys)):
             yield _same(f"{ours}.{word}_proj.weight", f"{theirs}.{word}_proj.weight", rows, m.dim)
-        for word in ("q", "k") if m.qk_norm else ():
-            yield _same(f"{ours}.{word}_norm.weight", f"{theirs}.{word}_norm.weight", m.head_dim)
+            if m.attention_bias:
+                yield _same(f"{ours}.{word}_proj.bias", f"{theirs}.{word}_proj.bias", rows)
+        for word, rows in (("q", queries), ("k", keys)) if m.qk_norm else ():
+            normed = rows if m.qk_norm_whole else m.head_dim
+            yield _same(f"{ours}.{word}_norm.weight", f"{theirs}.{word}_norm.weight", normed)
         yield _same(f"{ours}.out.weight", f"{theirs}.o_proj.weight", m.dim, queries)
+        if m.attention_out_bias:
+            yield _same(f"{ours}.out.bias", f"{theirs}.o_proj.bias", m.dim)
 
     def _mlp(self, ours: str, theirs: str, hidden: int) -> Iterator[Mapped]:
         dim = self.model.dim
@@ -194,7 +201,10 @@ class _Model:
         bias = ((Rows(f"{theirs}.gate.e_score_correction_bias", (m.num_experts,)),),) if family.router_bias else ()
         yield Mapped(f"{ours}.router.expert_bias", (m.num_experts,), bias)
         if m.num_shared_experts:
-            yield from self._mlp(f"{ours}.shared", f"{theirs}.shared_experts", m.num_shared_experts * m.expert_hidden)
+            hidden = m.num_shared_experts * m.expert_hidden
+            yield from self._mlp(f"{ours}.shared", f"{theirs}.{family.shared}", hidden)
+        if m.shared_gate:
+            yield _same(f"{ours}.shared_gate.weight", f"{theirs}.{family.shared}_gate.weight", 1, m.dim)
         for e in range(m.num_experts):
             yield from self._expert(f"{ours}.experts.{e}", f"{theirs}.experts.{e}", f"{fused}.experts", e)
 
