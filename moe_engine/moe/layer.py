@@ -246,8 +246,12 @@ class MoELayer(nn.Module):
         """The shared expert's output for `x` [T, D], if there is one; it needs no exchange."""
         if self.shared is None:
             return None
-        out: Tensor = self.shared(x, queue, segments)
-        return out if self.shared_gate is None else self.shared_gate(out, x)
+        if self.shared_gate is None:
+            out: Tensor = self.shared(x, queue, segments)
+            return out
+        x = x.view_as(x)  # where both gradients meet, before others join: of three, the order would be the layout's
+        gated: Tensor = self.shared_gate(self.shared(x, queue, segments), x)
+        return gated
 
     def compute(self, arrived: Arrived, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """The routed experts' rows to send back [R, D]."""
