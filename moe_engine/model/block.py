@@ -198,7 +198,7 @@ class Block(nn.Module):
 
                 def experts(rows: Tensor, weights: Tensor) -> Tensor:
                     assert moe is not None
-                    return moe.compute(Arrived(rows, arrived.local_ids, weights), queue, parts)
+                    return moe.compute(replace(arrived, x=rows, weights=weights), queue, parts)
 
                 rows = segment(out.segments, BLOCK, experts, arrived.x, arrived.weights)
                 found = replace(found, rows=rows)

@@ -16,7 +16,7 @@ from moe_engine.ops.bias import add_bias
 from moe_engine.ops.expert_activation import Activation, expert_activation
 from moe_engine.ops.expert_mlp import expert_mlp
 from moe_engine.ops.fp8 import Fp8
-from moe_engine.ops.fp8_linear import fp8_grouped_linear, fp8_mlp
+from moe_engine.ops.fp8_linear import Grouped, fp8_grouped_linear, fp8_mlp
 from moe_engine.ops.grouped_linear import grouped_linear
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
 from moe_engine.ops.recompute import Segments, segment
@@ -105,17 +105,18 @@ def through_experts(
     weights = take(rows.weights, order.slots, order.rows.places)
     plain = activation == Activation() and experts.up_bias is None and experts.down_bias is None
     if fp8 is not None and plain:
-        out = fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, order.counts, order.rows)  # [N, D]
-        return unpermute(out, order.rows)
+        grouped = Grouped(order.rows, order.counts, rows.codes, rows.gradient)
+        return fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, grouped)
+    x = rows.numbers()
     if plain and queue is None and segments is None and not torch.compiler.is_compiling():
-        return unpermute(expert_mlp(rows.x, experts.up, experts.down, weights, order), order.rows)
+        return unpermute(expert_mlp(x, experts.up, experts.down, weights, order), order.rows)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         if fp8 is not None:
             return fp8_grouped_linear(x, weight, order.counts, fp8, queue)
         return grouped_linear(x, weight, order.counts, queue)
 
-    up = product(permute(rows.x, order.rows), experts.up)  # [N, 2F]
+    up = product(permute(x, order.rows), experts.up)  # [N, 2F]
     if experts.up_bias is not None:
         up = add_bias(up, None, experts.up_bias, order.counts)
     hidden = segment(segments, "swiglu", _activate(activation), up, weights)  # [N, F]

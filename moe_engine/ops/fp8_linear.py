@@ -12,6 +12,7 @@ codes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import moe_kernels
 from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.coded import CodedGradient
 from moe_engine.ops.fp8 import Codes, Fp8, WeightCodes, dequantize, quantize
 from moe_engine.ops.permute import RowMap
 from moe_engine.ops.wgrad_queue import WgradQueue, launch, leaf, weight_gradient
@@ -68,14 +70,18 @@ class _OutputGradient:
             self.wide = d_out if for_weight else None
 
     @classmethod
-    def of_rows(cls, rows: Codes, counts: Counts, fp8: Fp8, for_weight: bool) -> _OutputGradient:
-        """From a gradient that is in fp8 by rows already."""
+    def of_rows(
+        cls, rows: Codes, counts: Counts, fp8: Fp8, for_weight: bool, dtype: torch.dtype = torch.bfloat16
+    ) -> _OutputGradient:
+        """From a gradient that is in fp8 by rows already; `dtype`: what it is widened to where that is wanted."""
         made = cls.__new__(cls)
         made.counts, made.fp8, made.rows, made.wide, made.columns = counts, fp8, rows, None, None
-        if for_weight:
+        if for_weight and fp8.wgrad == "fp8":
             made.columns = moe_kernels.quantize_columns(
                 rows.codes, counts, GRADIENT_AMAX, fp8.power_of_two, x_scale=rows.scale
             )
+        elif for_weight:
+            made.wide = dequantize(rows, dtype)
         return made
 
     def weight_gradient(
@@ -142,6 +148,20 @@ def fp8_grouped_linear(x: Tensor, weight: Tensor, counts: Counts, fp8: Fp8, queu
     return out
 
 
+@dataclass(frozen=True)
+class Grouped:
+    """Rows of a grouped MLP: `rows` makes of its input [R, D] N rows sorted by group, and sums what comes of them;
+    counts: of each group.
+
+    codes, gradient: of an input that came in fp8 and that x only stands for (`ops.coded`).
+    """
+
+    rows: RowMap
+    counts: Counts
+    codes: Codes | None = None
+    gradient: CodedGradient | None = None
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     @without_autocast
@@ -151,22 +171,30 @@ class _MLP(torch.autograd.Function):
         gate_up_weight: Tensor,
         down_weight: Tensor,
         row_weights: Tensor | None,
-        counts: Counts,
-        rows: RowMap | None,
+        grouped: Grouped | None,
         fp8: Fp8,
         queue: WgradQueue | None,
     ) -> Tensor:
-        source = None if rows is None else rows.source
+        counts, source = (_whole(x), None) if grouped is None else (grouped.counts, grouped.rows.source)
         gate_up_codes, down_codes = fp8.weight(gate_up_weight), fp8.weight(down_weight)
-        codes = quantize(x, power_of_two=fp8.power_of_two)
+        codes = None if grouped is None else grouped.codes
+        if codes is None:
+            codes = quantize(x, power_of_two=fp8.power_of_two)
         gate_up = _product(codes, gate_up_codes, counts, x.dtype, source, queue)  # [N, 2F]
         kept = quantize(gate_up, power_of_two=fp8.power_of_two)
         hidden = Codes(*moe_kernels.swiglu_fp8(gate_up, row_weights, FORWARD_AMAX, fp8.power_of_two))  # [N, F]
         ctx.save_for_backward(codes.codes, codes.scale, kept.codes, kept.scale, row_weights)
-        ctx.rows, ctx.counts, ctx.fp8, ctx.queue, ctx.dtype = rows, counts, fp8, queue, x.dtype
+        ctx.counts, ctx.fp8, ctx.queue, ctx.dtype = counts, fp8, queue, x.dtype
+        ctx.rows, ctx.gradient = (None, None) if grouped is None else (grouped.rows, grouped.gradient)
         ctx.codes, ctx.parameters = (gate_up_codes, down_codes), (leaf(gate_up_weight), leaf(down_weight))
         ctx.shapes = gate_up_weight.shape, down_weight.shape
-        return _product(hidden, down_codes, counts, x.dtype, None, queue)
+        out = _product(hidden, down_codes, counts, x.dtype, None, queue)
+        if grouped is None:
+            return out
+        out = moe_kernels.unpermute(out, grouped.rows.places)
+        if grouped.gradient is not None:
+            grouped.gradient.made(out)
+        return out
 
     @staticmethod
     @without_autocast
@@ -174,7 +202,7 @@ class _MLP(torch.autograd.Function):
         x_codes, x_scale, kept_codes, kept_scale, row_weights = ctx.saved_tensors
         x, kept, counts, fp8 = Codes(x_codes, x_scale), Codes(kept_codes, kept_scale), ctx.counts, ctx.fp8
         (gate_up_codes, down_codes), needed = ctx.codes, ctx.needs_input_grad
-        d_out = _OutputGradient(grads[0], counts, fp8, needed[2])
+        d_out = _gradient_of_rows(grads[0], ctx.rows, ctx.gradient, counts, fp8, needed[2])
         d_hidden = _input_gradient(d_out.rows, down_codes, counts, ctx.dtype, ctx.queue)
         d_gate_up, d_row_weights, hidden = _swiglu_backward(d_hidden, kept, row_weights, counts, fp8, needed[1])
         d_down = d_gate = d_x = None
@@ -188,7 +216,19 @@ class _MLP(torch.autograd.Function):
         if needed[0]:
             d_x = _input_gradient(d_gate_up.rows, gate_up_codes, counts, ctx.dtype, ctx.queue)
             d_x = d_x if ctx.rows is None else moe_kernels.unpermute(d_x, ctx.rows.places)
-        return d_x, d_gate, d_down, d_row_weights, None, None, None, None
+        return d_x, d_gate, d_down, d_row_weights, None, None, None
+
+
+def _gradient_of_rows(
+    d_out: Tensor, rows: RowMap | None, coded: CodedGradient | None, counts: Counts, fp8: Fp8, for_weight: bool
+) -> _OutputGradient:
+    """Of an MLP's output [R, D], for the rows of its products."""
+    codes = None if coded is None else coded.take(d_out)
+    if rows is None or codes is None:
+        d_out = d_out if rows is None else moe_kernels.permute(d_out, rows.source)
+        return _OutputGradient(d_out, counts, fp8, for_weight)
+    of_copies = Codes(*moe_kernels.permute_fp8(codes.codes, codes.scale, rows.source))
+    return _OutputGradient.of_rows(of_copies, counts, fp8, for_weight, d_out.dtype)
 
 
 def _swiglu_backward(
@@ -213,15 +253,13 @@ def fp8_mlp(
     fp8: Fp8,
     queue: WgradQueue | None = None,
     row_weights: Tensor | None = None,
-    counts: Counts | None = None,
-    rows: RowMap | None = None,
+    grouped: Grouped | None = None,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x) [* row_weights]) with all products in fp8; keeps the codes of x and of gate|up.
 
-    Dense: x [T, D], gate_up [2F, D], down [D, F] -> [T, D]. Grouped: x [R, D] of which `rows` makes N rows sorted by
-    group, counts of each, gate_up [e, 2F, D], down [e, D, F], row_weights [N] -> [N, D].
+    Dense: x [T, D], gate_up [2F, D], down [D, F] -> [T, D]. Grouped: x [R, D], gate_up [e, 2F, D], down [e, D, F],
+    row_weights [N]; the results of a row's copies are summed in fp32 in the order of `places` -> [R, D].
     """
     x, gate_up, down = cast_operands(x, gate_up, down)
-    sizes = _whole(x) if counts is None else counts
-    out: Tensor = _MLP.apply(x, gate_up, down, row_weights, sizes, rows, fp8, queue)
+    out: Tensor = _MLP.apply(x, gate_up, down, row_weights, grouped, fp8, queue)
     return out

@@ -32,11 +32,16 @@ def encode(x: Tensor, gradient: bool = False) -> Tensor:
     return out
 
 
+def codes_of(messages: Tensor, dim: int) -> Codes:
+    """The codes [R, D] and scales in messages [R, row_bytes(D)]."""
+    codes = messages[:, :dim].contiguous().view(CODE)
+    scale = _packed(messages[:, _code_bytes(dim) :]).view(torch.float32)
+    return Codes(codes, scale.T.contiguous())
+
+
 def decode(messages: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """The numbers [R, D] in messages [R, row_bytes(D)]."""
-    codes = messages[:, :dim].view(CODE)
-    scale = _packed(messages[:, _code_bytes(dim) :]).view(torch.float32)
-    return dequantize(Codes(codes, scale.T.contiguous()), dtype)
+    return dequantize(codes_of(messages, dim), dtype)
 
 
 def _packed(x: Tensor) -> Tensor:

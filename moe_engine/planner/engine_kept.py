@@ -328,6 +328,8 @@ def _routing_tensors(sizes: Sizes) -> list[Kept]:
 
 
 def _arrived(sizes: Sizes) -> list[Kept]:
-    """Rows that came, kept where their experts are computed again."""
-    row = sizes.model.dim * sizes.number + sizes.slots * (8 + 2 * sizes.wide - 4)
-    return [Kept("arrived rows", sizes.rows.received * row, stays=True, added_by=("full",))]
+    """Rows that came, as numbers or as codes, kept where their experts are computed again."""
+    rows, dim = sizes.rows.received, sizes.model.dim
+    size = rows * (dim + 4 * math.ceil(dim / TILE) if sizes.strategy.wire_fp8 else dim * sizes.number)
+    slots = rows * sizes.slots * (8 + 2 * sizes.wide - 4)
+    return [Kept("arrived rows", size + slots, stays=True, added_by=("full",))]

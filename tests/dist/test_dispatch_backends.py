@@ -107,7 +107,7 @@ def _wrong(rank: int, setting: Setting, links: wire.Links) -> list[str]:
     def there_and_back() -> tuple[wire.Rows, Tensor, Tensor]:
         handle = wire.plan(ids, placement, links, "layer 0")
         arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_rows(x, ids, weights, placement, handle), handle))
-        rows = experts(arrived.x, placement.global_ids(arrived.local_ids, rank), arrived.weights)
+        rows = experts(arrived.numbers(), placement.global_ids(arrived.local_ids, rank), arrived.weights)
         return arrived, wire.combine_wait(wire.combine_start(rows, handle)), _identity(links, placement, ids)
 
     arrived, out, ones = there_and_back()
@@ -142,7 +142,7 @@ def _identity(links: wire.Links, placement: Any, ids: Tensor) -> Tensor:
     x, weights = torch.ones(len(ids), 1), torch.ones(ids.shape)
     handle = wire.plan(ids, placement, links, "identity")
     arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_rows(x, ids, weights, placement, handle), handle))
-    return wire.combine_wait(wire.combine_start(arrived.x, handle))
+    return wire.combine_wait(wire.combine_start(arrived.numbers(), handle))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -160,7 +160,7 @@ def _bytes(rank: int, world: int, on_node: int | None, fp8: bool) -> dict[str, i
     x, weights = torch.randn(len(ids), 256).bfloat16(), torch.ones(ids.shape)
     handle = wire.plan(ids, placement, links)
     arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_rows(x, ids, weights, placement, handle), handle))
-    wire.combine_wait(wire.combine_start(arrived.x, handle))
+    wire.combine_wait(wire.combine_start(arrived.numbers(), handle))
     return {f"{record.communicator}{record.label}": record.bytes for record in log.records}
 
 

@@ -23,7 +23,7 @@ from moe_engine.trainer import Trainer
 LAYOUTS = [
     Case(pp=2, dp=2, ep=2, micro_batch=2, combine="exact", tied=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", combine="exact", padding=True),
-    Case(dp=4, ep=4, schedule="overlapped_1f1b", combine="exact", skew=True),
+    Case(dp=4, ep=4, schedule="overlapped_1f1b", combine="exact", skew=True, wire="fp8"),
     Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", model="qwen2_olmoe_glm4", z_loss=True),
     Case(cp=2, ep=2, exchange="ulysses", combine="exact", padding=True),
 ]
@@ -100,10 +100,12 @@ def test_codes_of_every_row_are_those_of_one_process(case: Case) -> None:
     assert (sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks) % 2**64) == (whole[0], whole[1] % 2**64)
 
 
-@pytest.mark.parametrize(("schedule", "precision"), [("zb_h1", "fp8"), ("overlapped_1f1b", "fp8_wide_wgrad")])
-def test_schedules_and_recompute_change_no_bit(schedule: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "precision", "wire"), [("zb_h1", "fp8", "model"), ("overlapped_1f1b", "fp8_wide_wgrad", "fp8")]
+)
+def test_schedules_and_recompute_change_no_bit(schedule: str, precision: str, wire: str) -> None:
     """Weight gradients that wait, pairs phase by phase, and codes made again in backward."""
-    case = Case(pp=2, dp=2, ep=2, precision=precision, steps=2)
+    case = Case(pp=2, dp=2, ep=2, precision=precision, wire=wire, steps=2)
     worst = differences(run(case), run(replace(case, schedule=schedule, recompute="full")))
     assert not any(worst.values()), worst
 

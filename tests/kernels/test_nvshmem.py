@@ -86,7 +86,7 @@ def _wrong(rank: int, routing: str, dtype: torch.dtype, links: wire.Links) -> li
     d_out = torch.randn(x.shape, generator=chance).to(dtype)
     handle = wire.plan(ids, placement, links, "layer 0")
     arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_rows(x, ids, weights, placement, handle), handle))
-    rows = experts(arrived.x, placement.global_ids(arrived.local_ids, rank), arrived.weights)
+    rows = experts(arrived.numbers(), placement.global_ids(arrived.local_ids, rank), arrived.weights)
     out = wire.combine_wait(wire.combine_start(rows, handle))
     out.backward(d_out)
     want = expected(x.detach(), ids, weights.detach(), d_out, placement, 1, links.exact, links.fp8)

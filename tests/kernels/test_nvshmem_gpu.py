@@ -47,7 +47,7 @@ def _rank(rank: int, world: int, folder: Path) -> None:
             given, scales = x.clone().requires_grad_(), weights.clone().requires_grad_()
             packed = wire.pack_rows(given, ids, scales, ExpertPlacement(8 * world, world), handle)
             rows = wire.dispatch_wait(wire.dispatch_start(packed, handle))
-            worked = (rows.x * rows.weights.sum(dim=1, keepdim=True)).bfloat16()
+            worked = (rows.numbers() * rows.weights.sum(dim=1, keepdim=True)).bfloat16()
             out = wire.combine_wait(wire.combine_start(worked, handle))
             out.square().sum().backward()
             found.append((out, given.grad, scales.grad))

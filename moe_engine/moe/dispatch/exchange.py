@@ -20,8 +20,10 @@ from moe_engine.moe.dispatch.hierarchical import plan_hierarchical
 from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.dispatch.nvshmem import plan_nvshmem
 from moe_engine.moe.placement import ExpertPlacement
+from moe_engine.ops.coded import CodedGradient, numbers, stand_in
+from moe_engine.ops.fp8 import Codes
 from moe_engine.ops.permute import permute, permute_stand_in, unpermute
-from moe_engine.ops.row_bytes import decode, encode
+from moe_engine.ops.row_bytes import codes_of, encode
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Rows:
     """Rows and what their experts are: x [R, D]; local_ids [R, k] int32, the expert's index on the rank that
     computes, ascending, -1 for an unused slot; weights [R, k] fp32 (fp64 in an fp64 model), 0 for an unused slot.
 
-    message: of rows that are to travel in fp8, their bytes (`ops.row_bytes`); x then only stands for them in autograd.
+    message: of rows that are to travel in fp8, their bytes (`ops.row_bytes`); codes: of rows that came in fp8; with
+    either, x only stands for the rows in autograd (`ops.coded`), and `gradient` is the way of the gradient of what is
+    made of rows that came.
     most_choices: where only the device knows how many rows arrived, rows without experts follow those that did, and so
     many slots are used at most; 0: all are rows.
     """
@@ -38,7 +42,13 @@ class Rows:
     local_ids: Tensor
     weights: Tensor
     message: Tensor | None = None
+    codes: Codes | None = None
+    gradient: CodedGradient | None = None
     most_choices: int = 0
+
+    def numbers(self) -> Tensor:
+        """The rows that came, as numbers [R, D]."""
+        return self.x if self.codes is None else numbers(self.x, self.codes)
 
 
 def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str = "") -> DispatchHandle | None:
@@ -124,31 +134,34 @@ def dispatch_start(rows: Rows, handle: DispatchHandle | None) -> PendingDispatch
     if handle is None:
         return PendingDispatch(rows, None)
     slots = handle.send_slots(rows.local_ids, rows.weights)
-    if rows.message is None:
-        return PendingDispatch(rows, handle, handle.send(rows.x, "dispatch x"), slots)
-    return PendingDispatch(rows, handle, _decoded(handle.send(rows.message, "dispatch x"), rows.x), slots)
-
-
-def _decoded(journey: Journey[Tensor], like: Tensor) -> Journey[Tensor]:
-    """The numbers in a message that is on its way."""
-    dim, dtype = like.shape[1], like.dtype
-    return journey.then(lambda message: decode(message, dim, dtype))
+    return PendingDispatch(
+        rows, handle, handle.send(rows.x if rows.message is None else rows.message, "dispatch x"), slots
+    )
 
 
 def dispatch_wait(pending: PendingDispatch) -> Rows:
     """The rows that arrived for this rank's experts, [R, D] and [R, k], in the order (source rank, token)."""
-    if pending.slots is None:
-        return pending.rows
+    rows, handle = pending.rows, pending.handle
+    if handle is None or pending.slots is None or pending.x is None:
+        return rows
     pending.advance()
     local_ids, arrived = pending.slots.wait()
-    x, weights = _Dispatch.apply(pending.rows.x, pending.rows.weights, arrived, pending)
-    most = 0 if pending.handle is None else pending.handle.most_choices
-    return Rows(x, local_ids, weights, most_choices=most)
+    came = pending.x.wait()
+    if rows.message is None:
+        x, weights = _Dispatch.apply(rows.x, rows.weights, came, arrived, handle)
+        return Rows(x, local_ids, weights, most_choices=handle.most_choices)
+    codes = codes_of(came, rows.x.shape[1])
+    x, weights = _Dispatch.apply(rows.x, rows.weights, stand_in(codes, rows.x.dtype), arrived, handle)
+    return Rows(x, local_ids, weights, None, codes, handle.gradient, handle.most_choices)
 
 
 def combine_start(x: Tensor, handle: DispatchHandle | None) -> PendingCombine:
     """Start sending the experts' output rows [R, D] back; they must stay unchanged until the wait."""
-    return PendingCombine(x, handle, None if handle is None else handle.send_back(x, "combine"))
+    if handle is None:
+        return PendingCombine(x, None)
+    if handle.links.fp8:
+        handle.gradient.sent(x)
+    return PendingCombine(x, handle, handle.send_back(x, "combine"))
 
 
 def combine_arrive(pending: PendingCombine) -> Tensor:
@@ -201,24 +214,28 @@ def combine_backward_start(d_rows: Tensor, handle: DispatchHandle) -> Journey[Te
     """Start sending the gradients of the rows that came back, [R_sent, D], to their experts: no autograd."""
     if not handle.links.fp8:
         return handle.send(d_rows, "combine backward")
-    return _decoded(handle.send(encode(d_rows, gradient=True), "combine backward"), d_rows)
+    dim, dtype = d_rows.shape[1], d_rows.dtype
+
+    def finish(message: Tensor) -> Tensor:
+        return handle.gradient.arrived(codes_of(message, dim), dtype)
+
+    return handle.send(encode(d_rows, gradient=True), "combine backward").then(finish)
 
 
 class _Dispatch(torch.autograd.Function):
-    """Communication only: forward waits for what was started, backward sends both gradients back."""
+    """Communication only: forward has what came, backward sends both gradients back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, arrived: Tensor, pending: PendingDispatch
+        ctx: Any, x: Tensor, weights: Tensor, came: Tensor, arrived: Tensor, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor]:
-        assert pending.x is not None
-        ctx.handle = pending.handle
-        return pending.x.wait(), arrived.view_as(arrived)
+        ctx.handle = handle
+        return came.view_as(came), arrived.view_as(arrived)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         d_x, d_weights = dispatch_backward_start(grads[0], grads[1], ctx.handle).wait()
-        return d_x, d_weights, None, None
+        return d_x, d_weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):

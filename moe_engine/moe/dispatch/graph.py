@@ -72,7 +72,7 @@ def _dispatch(
     splits = torch.tensor([handle.sent.splits, handle.recv_splits], device=x.device)
     sent = handle.sent
     # An op's results are tensors of their own.
-    x, ids, weights = rows.x.clone(), rows.local_ids.clone(), rows.weights.clone()
+    x, ids, weights = rows.numbers().clone(), rows.local_ids.clone(), rows.weights.clone()
     source, places, choice_of_slot = sent.tokens.source.clone(), sent.tokens.places.clone(), sent.choice_of_slot.clone()
     return x, ids, weights, source, places, choice_of_slot, sent.slot_of_choice.clone(), splits
 

@@ -12,6 +12,7 @@ from moe_engine.distributed.collectives import Pending
 from moe_engine.moe.dispatch.further import Rounds
 from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.dispatch.rows import RowPlan
+from moe_engine.ops.coded import CodedGradient
 from moe_engine.ops.permute import RowMap
 
 Slots = tuple[Tensor, Tensor]  # ids [N, k] int32, weights [N, k]
@@ -31,6 +32,11 @@ class DispatchHandle(ABC):
     sent: RowPlan
     received: Pending
     rounds: Rounds | None
+
+    @cached_property
+    def gradient(self) -> CodedGradient:
+        """Where rows travel in fp8: the way of the gradient of what the experts made."""
+        return CodedGradient()
 
     @property
     def most_choices(self) -> int:
