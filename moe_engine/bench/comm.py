@@ -2,7 +2,8 @@
 
 The baseline sends a row in bf16 for each (token, expert) by one `all_to_all_single`, undeduplicated. Every candidate
 packs its rows (in fp8: quantises them), sends them with their slots, and unpacks; the layout of rows, which all of them
-need, is made before. Each is first held against its definition: untouched rows, there and back, are rows x token.
+need, is made before. Rows in fp8 are delivered as experts in fp8 take them, as codes and scales, or decoded for those
+that compute in bf16. Each is first held against its definition: untouched rows, there and back, are rows x token.
 
 bytes: what the fullest rank put into its exchanges, its own share included; limit: bytes a second that a rank sends to
 its neighbour while all ranks do the same, measured in the same run.
@@ -16,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.bench import machine, record
-from moe_engine.bench.comm_rank import PLAIN, Job, on_rank, timed
+from moe_engine.bench.comm_rank import PLAIN, Job, on_rank, runnable, timed
 from moe_engine.bench.ranks import run_ranks
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.config.routing import routing_problem
 
-CANDIDATES = (PLAIN, "all-to-all_bf16", "all-to-all_fp8", "hierarchical_bf16", "hierarchical_fp8")
+CANDIDATES = (
+    PLAIN, "all-to-all_bf16", "all-to-all_fp8", "all-to-all_fp8-decoded", "hierarchical_bf16", "hierarchical_fp8",
+    "hierarchical_fp8-decoded", "nvshmem_bf16", "nvshmem_fp8",
+)  # fmt: skip
 FIGURES = {"mib": ".2f", "gb_per_s": ".2f", "share_of_limit": ".0%", "of_undeduplicated": ".2f"}
 
 
@@ -55,16 +59,18 @@ SCHEMA = CommBenchConfig
 def help_text() -> str:
     return f"""usage: moe-engine bench comm [section.option=value …]
 
-Time dispatch and combine over local ranks, by way (all-to-all, hierarchical) and payload (bf16, fp8), beside the rows
-that other engines send: undeduplicated, in bf16, by torch's all_to_all_single. Bytes, GB/s, and the share of what two
-neighbours can send each other.
+Time dispatch and combine over local ranks, by way (all-to-all, hierarchical, with GPUs nvshmem) and payload (bf16; fp8,
+delivered as codes to experts in fp8; fp8-decoded, delivered as numbers), beside the rows that other engines send:
+undeduplicated, in bf16, by torch's all_to_all_single. Bytes, GB/s, and the share of what two neighbours can send each
+other.
 
 options:
   bench.ranks=4 bench.ranks_per_node=2
   bench.tokens=[1024]           of each rank
   bench.routings=[natural,balanced,skewed:4]   who chooses experts: random scores, evenly, or with one expert at 4 times
                                 the mean load
-  bench.candidates=[{",".join(CANDIDATES[:3])}]   also {", ".join(CANDIDATES[3:])}
+  bench.candidates=[{",".join(CANDIDATES[:3])}]   also {", ".join(CANDIDATES[3:6])},
+                                {", ".join(CANDIDATES[6:])}
   bench.dim=2048 bench.num_experts=64 bench.top_k=8 bench.rounds=10
   out=bench/comm                the folder of results; out= writes none
 
@@ -88,6 +94,9 @@ def run(config: CommBenchConfig) -> int:
         for result in _results(bench, f"{direction} {routing} {tokens}", ranks, limit)
     ]
     report = f"# Rows to the experts and back\n\n{record.table(results, FIGURES)}\n\n"
+    left_out = [name for name in bench.candidates if name not in runnable(bench.candidates, ranks[0]["device"])]
+    if left_out:
+        report += f"Not run, since GPUs put their rows and there is none here: {', '.join(left_out)}.\n"
     report += f"{bench.ranks} ranks on this machine; two neighbours send each other {limit / 1e9:.2f} GB/s at once.\n"
     print(report, flush=True)
     if config.out:
@@ -99,7 +108,13 @@ def run(config: CommBenchConfig) -> int:
 def _results(bench: CommSection, case: str, ranks: Sequence[Mapping[str, Any]], limit: float) -> list[record.Result]:
     """Seconds are those of the slowest rank, bytes those of the rank with most."""
     found, plain = [], None
+    config = {**asdict(bench), "case": case}
+    able = runnable(bench.candidates, ranks[0]["device"])
     for name in timed(bench.candidates, case.partition(" ")[0]):
+        if name not in able:
+            verdict = record.Verdict(True, "not run: GPUs put these rows, and there is none here")
+            found.append(record.Result("comm", case, name, case, [], verdict, {}, config))
+            continue
         own = [rank[f"{case} {name}"] for rank in ranks]
         wrong = next((each["wrong"] for each in own if each["wrong"]), "")
         samples = [max(seconds) for seconds in zip(*(each["seconds"] for each in own), strict=True)]
@@ -109,7 +124,6 @@ def _results(bench: CommSection, case: str, ranks: Sequence[Mapping[str, Any]], 
         if plain is not None:
             figures["of_undeduplicated"] = median / plain
         verdict = record.Verdict(not wrong, wrong or "untouched rows, there and back, are rows x token, bit by bit")
-        config = {**asdict(bench), "case": case}
         found.append(record.Result("comm", case, name, case, samples if not wrong else [], verdict, figures, config))
     return found
 

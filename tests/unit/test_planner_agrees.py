@@ -38,7 +38,6 @@ MORE = [
     (f"{MINI} pipeline=zb_h1 parallel.pp=2 precision=fp8", 4, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full moe.wire=fp8", 0, 1.0),
-    (f"{MINI} pipeline=1f1b parallel.pp=2 recompute=full moe.wire=fp8", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 moe.wire=fp8", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=all_gather cp.payload=latent pipeline=zb_h1 parallel.pp=2", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=ulysses cp.payload=latent", 3, 1.0),
