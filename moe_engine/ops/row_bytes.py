@@ -33,8 +33,10 @@ def encode(x: Tensor, gradient: bool = False) -> Tensor:
 
 
 def codes_of(messages: Tensor, dim: int) -> Codes:
-    """The codes [R, D] and scales in messages [R, row_bytes(D)]."""
-    codes = messages[:, :dim].contiguous().view(CODE)
+    """The codes [R, D] and scales in messages [R, row_bytes(D)]; on a CPU the codes stay where they are."""
+    codes = messages[:, :dim].view(CODE)
+    if codes.device.type != "cpu":
+        codes = codes.contiguous()  # as kernels read them
     scale = _packed(messages[:, _code_bytes(dim) :]).view(torch.float32)
     return Codes(codes, scale.T.contiguous())
 

@@ -220,10 +220,10 @@ def _widen(codes: Tensor) -> Tensor:
         return codes.float()
     table = torch.arange(256, dtype=torch.uint8).view(CODE).float()
     values = torch.empty(codes.shape)
-    flat, numbers = values.view(-1), codes.contiguous().view(torch.uint8).view(-1)
-    for start in range(0, len(flat), BLOCK_ELEMENTS):
-        part = slice(start, start + BLOCK_ELEMENTS)
-        torch.index_select(table, 0, numbers[part].int(), out=flat[part])
+    rows, numbers = values.view(-1, values.shape[-1]), codes.view(torch.uint8).reshape(-1, codes.shape[-1])
+    for part in row_blocks(rows):
+        index = numbers[part].to(torch.int32, memory_format=torch.contiguous_format)
+        torch.index_select(table, 0, index.view(-1), out=rows[part].view(-1))
     return values
 
 
