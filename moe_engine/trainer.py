@@ -38,7 +38,7 @@ from moe_engine.moe.dispatch import open_windows
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.random import normal
-from moe_engine.ops.window import start_nvshmem
+from moe_engine.ops.window import Window, start_nvshmem
 from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.rebalance import Rearranged, Rebalancer
 from moe_engine.optim.zero import ZeroOptimizer
@@ -79,6 +79,27 @@ class StepResult:
     rearranged: Rearranged | None  # where experts were due to move after this step
 
 
+def with_windows(config: Config, groups: Groups, device: torch.device, window: type[Window] = Window) -> Groups:
+    """With symmetric memory, where `moe.dispatch` needs it and it is not there yet; window: as in `open_windows`."""
+    if config.moe.dispatch != "nvshmem" or groups.ep.size == 1 or groups.ep_windows is not None:
+        return groups
+    if window is Window:
+        check_device(config, device)
+    runtime = start_nvshmem(groups.world, device) if window is Window else None
+    windows = open_windows(
+        moe_layer_config(config.model, config.moe),
+        config.train.micro_batch * config.train.seq_len // config.parallel.cp,
+        groups.ep,
+        runtime,
+        device,
+        capacity=config.moe.recv_capacity,
+        num_sms=config.moe.exchange_sms,
+        dtype=getattr(torch, config.precision.compute),
+        window=window,
+    )
+    return replace(groups, ep_windows=windows)
+
+
 class Trainer:
     """Model stages, optimizer and executor of one rank. `config` must be resolved (`parallel.dp` filled in).
 
@@ -95,7 +116,8 @@ class Trainer:
     ) -> None:
         self.config, self.device = config, device
         self.micro_batches = config.train.global_batch // ((config.parallel.dp or 1) * config.train.micro_batch)
-        self.groups = self._with_windows(connect(Layout.of(config.parallel), placement_of(config), rank, log))
+        self.groups = connect(Layout.of(config.parallel), placement_of(config), rank, log)
+        self.groups = with_windows(config, self.groups, device)
         precision = config.precision
         self.fp8 = Fp8(precision.wgrad, precision.power_of_two_scales) if precision.name == "fp8" else None
         self.stages = self._stages()
@@ -122,24 +144,6 @@ class Trainer:
         self.steps_done = 0
         self.tokens_seen = 0
         self._set_choices()
-
-    def _with_windows(self, groups: Groups) -> Groups:
-        """With symmetric memory, where `moe.dispatch` needs it and it is not there yet."""
-        config = self.config
-        if config.moe.dispatch != "nvshmem" or groups.ep.size == 1 or groups.ep_windows is not None:
-            return groups
-        check_device(config, self.device)
-        windows = open_windows(
-            moe_layer_config(config.model, config.moe),
-            config.train.micro_batch * config.train.seq_len // config.parallel.cp,
-            groups.ep,
-            start_nvshmem(groups.world, self.device),
-            self.device,
-            capacity=config.moe.recv_capacity,
-            num_sms=config.moe.exchange_sms,
-            dtype=getattr(torch, config.precision.compute),
-        )
-        return replace(groups, ep_windows=windows)
 
     def _stages(self) -> dict[int, Stage]:
         config = self.config

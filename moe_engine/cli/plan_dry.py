@@ -107,6 +107,7 @@ def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], di
             "master": memory.master,
             "moments": memory.moments,
             "kept for backward": memory.activation_bytes,
+            **{name: size for name, size in memory.buffers.items() if name == "symmetric memory"},
         },
         "collectives": dict(step_bytes(cut, pp, config.plan.load)),
     }

@@ -48,7 +48,8 @@ def _mb(size: float) -> str:
 
 
 def _memory(found: DryRun) -> dict[str, int]:
-    return {**found.states, "kept for backward": found.kept, "peak of the step": found.peak}
+    symmetric = {"symmetric memory": found.symmetric} if found.symmetric else {}
+    return {**found.states, "kept for backward": found.kept, **symmetric, "peak of the step": found.peak}
 
 
 def _compared(title: str, found: dict[str, int], planned: dict[str, float]) -> Table:

@@ -19,12 +19,13 @@ from moe_engine.distributed.silent import silent_groups
 from moe_engine.dryrun.collectives import kind
 from moe_engine.dryrun.routing import AssumedChoices, expert_choice
 from moe_engine.dryrun.tensors import META, TensorsWithoutData
+from moe_engine.dryrun.windows import SilentWindow
 from moe_engine.layout import Layout, Placement, StageSpec
 from moe_engine.model.batch import Batch, Shard
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import Stage
 from moe_engine.planner.job import placement_of
-from moe_engine.trainer import Connect, Trainer
+from moe_engine.trainer import Connect, Trainer, with_windows
 
 FAKED = (
     "numbers: floating-point tensors have sizes and no values; what they would decide is 0",
@@ -50,7 +51,7 @@ class DryRun:
 
     states: parameters, gradients, master and moments. kept: what forwards have kept for their backwards, at the action
     after which it is most. peak: the most that was alive at any time of the step, states included. ranks: of each
-    communicator, by its kind.
+    communicator, by its kind. symmetric: memory into which other ranks put rows.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class DryRun:
     timetable: list[Moment]
     collectives: list[CollectiveRecord]
     ranks: dict[str, int]
+    symmetric: int = 0
 
 
 def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
@@ -90,8 +92,16 @@ def dry_run(config: Config, rank: int, load: float = 1.0) -> DryRun:
         peak=without_data.live.peak,
         timetable=recorder.moments,
         collectives=log.records,
-        ranks={kind(each.name): each.size for each in _communicators(trainer.groups)},
+        ranks={kind(each.name): each.size for each in _communicators(trainer.groups)}
+        | {each.name: each.group.size for each in _windows(trainer.groups)},
+        symmetric=sum(each.held.numel() for each in _windows(trainer.groups)),
     )
+
+
+def _windows(groups: Groups) -> list[SilentWindow]:
+    found = groups.ep_windows
+    each = () if found is None else (found.rows, found.counts)
+    return [window for window in each if isinstance(window, SilentWindow)]
 
 
 def _communicators(groups: Groups) -> list[Communicator]:
@@ -116,7 +126,7 @@ def _connector(config: Config) -> Connect:
         return [[(name, part, sizes[name]) for name, part in rest.items()]]
 
     def connect(layout: Layout, placement: Placement, rank: int, log: CollectiveLog | None) -> Groups:
-        return silent_groups(layout, placement, rank, log, others)
+        return with_windows(config, silent_groups(layout, placement, rank, log, others), META, SilentWindow)
 
     return connect
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator, Pending
+from moe_engine.planner.symmetric import ALIGNMENT
 
 
 class Runtime(Protocol):
@@ -58,9 +59,8 @@ class Window:
     ) -> None:
         from moe_kernels.nvshmem.exchange import Memory
 
-        num_bytes = -(-num_bytes // 128) * 128
-        half = (2, num_bytes)
-        self.name, self.group, self.num_sms = name, group, num_sms
+        self._of_group(name, group, num_sms, device)
+        half = (2, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         self.memory = Memory(
             staging=runtime.tensor(*half, dtype=torch.uint8),
             buffer=runtime.tensor(*half, dtype=torch.uint8),
@@ -70,6 +70,11 @@ class Window:
             rank=group.rank,
         )
         self._runtime, self._number = runtime, 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _of_group(self, name: str, group: Communicator, num_sms: int, device: torch.device) -> None:
+        """All but the memory and the kernels."""
+        self.name, self.group, self.num_sms = name, group, num_sms
         self._strange = torch.zeros(1, dtype=torch.int64, device=device)  # see `status` of `exchange`
         self._needed = torch.zeros(1, dtype=torch.int64, device=device)
         one, place = torch.ones(group.size, dtype=torch.int32), torch.arange(group.size, dtype=torch.int32)
@@ -77,7 +82,6 @@ class Window:
         # A row to each rank and one from each.
         way = torch.stack((one, place, mine)).to(device)
         self.one_each = Way(way, way, torch.ones(1, dtype=torch.int32, device=device))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
         return self  # a copied layer talks through the same one
@@ -90,8 +94,7 @@ class Window:
         """
         from moe_kernels.nvshmem.exchange import exchange
 
-        if self.group.log is not None:
-            self.group.log.add("put", self.name, label, x)
+        self._log(x, label)
         self._number += 1
         x = _aligned(x.detach())
         out = x.new_empty(out_rows, *x.shape[1:])
@@ -101,6 +104,10 @@ class Window:
                 self._runtime.launch, self.num_sms, id_words,
             )  # fmt: skip
         return Pending(out, event, x)
+
+    def _log(self, x: Tensor, label: str) -> None:
+        if self.group.log is not None:
+            self.group.log.add("put", self.name, label, x)
 
     @contextmanager
     def _beside(self, *tensors: Tensor) -> Iterator[_Event | None]:

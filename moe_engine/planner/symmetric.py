@@ -13,7 +13,14 @@ from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
 from moe_engine.planner.engine_kept import TILE
 
 ALIGNMENT = 128  # bytes
+NOTE_BYTES = 16
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def window_bytes(half: int, ranks: int) -> int:
+    """Symmetric memory of a window with room for `half` bytes: staging and buffer, notes to and from each rank and a
+    signal of each, all in two halves."""
+    return 2 * (2 * _aligned(half) + 2 * ranks * NOTE_BYTES + ranks * 8)
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,9 @@ class WindowSizes:
     @property
     def by_use(self) -> dict[str, int]:
         """Bytes of symmetric memory of one rank."""
-        notes_and_signals = 2 * (2 * self.ranks * 16) + 2 * self.ranks * 8  # of one window
         return {
-            "symmetric rows": 2 * 2 * self.rows,
-            "symmetric counts": 2 * 2 * self.counts,
-            "symmetric signals": 2 * notes_and_signals,
+            "symmetric rows": window_bytes(self.rows, self.ranks),
+            "symmetric counts": window_bytes(self.counts, self.ranks),
         }
 
 

@@ -71,7 +71,7 @@ def test_worst_case_of_deepseek_v3_and_no_windows_without_need() -> None:
     words = "model=deepseek_v3 parallel.pp=1 parallel.dp=8 parallel.ep=8 train.global_batch=8 train.micro_batch=1"
     config = load("train", [*words.split(), "train.seq_len=4096", "moe.dispatch=nvshmem", "precision=bf16"])
     planned = symmetric_bytes(resolve(config))
-    assert planned["symmetric rows"] == 4 * 8 * 4096 * 2 * 7168
+    assert planned["symmetric rows"] == 4 * 8 * 4096 * 2 * 7168 + 2 * (2 * 8 * 16 + 8 * 8)
     (rank,) = rank_memory(cut_of(resolve(config)))
     assert rank.buffers["symmetric memory"] == sum(planned.values())
     for other in ("moe.dispatch=all_to_all", "parallel.ep=1"):

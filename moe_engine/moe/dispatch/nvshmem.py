@@ -8,6 +8,7 @@ none puts a row, what arrives are numbers that are none (NaN), and `Windows` kee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,21 +78,22 @@ def open_windows(
     config: MoEConfig,
     tokens: int,
     group: Communicator,
-    runtime: Runtime,
+    runtime: Runtime | None,
     device: torch.device,
     *,
     capacity: int = 0,
     num_sms: int = 20,
     dtype: torch.dtype = torch.bfloat16,
+    window: Callable[..., Window] = Window,
 ) -> Windows:
     """Symmetric memory for layers of `config` among the ranks of `group`, which have up to `tokens` tokens each.
 
     capacity: the most (token, expert) pairs that a rank takes at once, 0: as many as there can be. All ranks of the job
-    call it. All layers share it: their exchanges come one after the other.
+    call it. All layers share it: their exchanges come one after the other. window: makes them, as `Window` does.
     """
     sizes = window_sizes(config, group.size, tokens, dtype.itemsize, capacity)
-    rows = Window("rows", group, runtime, sizes.rows, num_sms, device)
-    counts = Window("counts", group, runtime, sizes.counts, 1, device)
+    rows = window("rows", group, runtime, sizes.rows, num_sms, device)
+    counts = window("counts", group, runtime, sizes.counts, 1, device)
     return Windows(rows, counts, sizes.most_rows, sizes.most_choices)
 
 
