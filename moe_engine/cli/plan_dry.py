@@ -72,6 +72,8 @@ def _unread(plan: PlanSection) -> list[str]:
 def _uncounted(config: PlanConfig) -> list[str]:
     """Notes on what the dry run does and the arithmetic beside it does not count."""
     usual = Config()
+    if config.moe.dispatch == "nvshmem":
+        usual.moe.dispatch = "nvshmem"  # is counted
     options = {
         "moe": ("dispatch", "max_recv_rows", "capacity_factor"),
         "precision": ("wgrad", "bf16_first_layers", "bf16_last_layers"),

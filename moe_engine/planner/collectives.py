@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 
 from moe_engine.layout import aligned
-from moe_engine.planner.engine_kept import TILE, heads_over_ranks
+from moe_engine.planner.engine_kept import heads_over_ranks
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.stages import Cut
+from moe_engine.planner.strategy import TILE
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 from moe_engine.schedule.check import Lists, rank_of_work
@@ -94,7 +95,7 @@ def step_bytes(cut: Cut, pp: int, load: float = 1.0) -> dict[str, int]:
     tokens = int(strategy.tokens)
     if strategy.layout.ep > 1:
         exact = strategy.dispatch == "expert"
-        rows = row_counts(cut.model, tokens, strategy.layout.ep, load, exact)
+        rows = row_counts(cut.model, tokens, strategy.layout.ep, load, exact).in_windows(strategy.windows)
         blocks = sum(cut.blocks(cut.stages[stage]).count(True) for stage in _forwards(lists[pp]))
         found |= {name: size * blocks for name, size in _exchanges(cut, rows, exact).items()}
     if strategy.layout.cp > 1:
@@ -138,8 +139,10 @@ def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
     to_experts = row  # and gradients of what came back; in fp8 codes, filled up to whole numbers of 4 bytes, and scales
     if strategy.wire_fp8:
         to_experts = 4 * math.ceil(model.dim / 4) + 4 * math.ceil(model.dim / TILE)
+    # Rows, and in how many rounds; kernels put those for all ranks, and choices, in words of 4 bytes, to each.
+    counts = 2 * 8 * rows.ep if strategy.windows is None else 2 * 4 * rows.ep**2
     return {
-        "dispatch counts": 2 * 8 * rows.ep,  # rows, and in how many rounds
+        "dispatch counts": counts,
         "dispatch": rows.sent * (to_experts + slots * (4 + weight)),
         "dispatch backward": rows.received * (row + slots * weight),
         "combine": rows.received * row,

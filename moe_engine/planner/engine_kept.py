@@ -18,9 +18,7 @@ from functools import cached_property
 from moe_engine.planner.activations import Kept
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.routing import RowCounts, row_counts
-from moe_engine.planner.strategy import Strategy
-
-TILE = 128  # numbers of one scale
+from moe_engine.planner.strategy import TILE, Strategy
 
 
 @dataclass(frozen=True)
@@ -76,11 +74,15 @@ class Sizes:
     @cached_property
     def rows(self) -> RowCounts:
         tokens, exact = round(self.tokens / self.along), self.strategy.dispatch == "expert"
-        return row_counts(self.model, tokens, self.strategy.layout.ep, self.load, exact)
+        return row_counts(self.model, tokens, self.strategy.layout.ep, self.load, exact).in_windows(
+            self.strategy.windows
+        )
 
     @property
     def expert_rows(self) -> float:
         """Rows that this rank's experts work on."""
+        if self.strategy.windows is not None:
+            return self.strategy.windows.most_choices
         return self.tokens / self.along * self.model.top_k * (self.load if self.rows.ep > 1 else 1.0)
 
     @property

@@ -7,7 +7,7 @@ from moe_engine.layout import Layout, Placement, stages_of
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.stages import Cut
 from moe_engine.planner.strategy import Precision, Strategy, recomputed_parts
-from moe_engine.planner.symmetric import symmetric_bytes
+from moe_engine.planner.symmetric import windows_of
 from moe_engine.schedule import schedules
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -36,7 +36,7 @@ def cut_of(config: Config) -> Cut:
         zero=config.parallel.zero,
         dispatch="expert" if config.moe.combine == "exact" else "rank",
         wire_fp8=config.moe.wire == "fp8",
-        symmetric=sum(symmetric_bytes(config).values()),
+        windows=windows_of(config),
         exchange=config.cp.exchange,
         payload=config.cp.payload,
         precision=Precision(

@@ -337,8 +337,8 @@ def _buffers(cut: Cut, pp: int) -> dict[str, float]:
     message = _message(cut)
     if strategy.layout.pp > 1:
         buffers["pipeline messages"] = 4 * message
-    if strategy.symmetric:
-        buffers["symmetric memory"] = float(strategy.symmetric)
+    if strategy.windows:
+        buffers["symmetric memory"] = float(sum(strategy.windows.by_use.values()))
     if strategy.layout.ep > 1 and any(cut.blocks(cut.stages[stage])[-1:] for stage in cut.placement.stages_of_rank[pp]):
         buffers["dispatch and combine"] = 2 * message * min(model.top_k, strategy.layout.ep)
     return buffers

@@ -10,20 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.symmetric import WindowSizes
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of one rank's tokens: to each of the other ranks on the average, and to the busiest."""
+    """Rows of one rank's tokens: to each of the other ranks on the average, and to the busiest.
+
+    room: where kernels put rows, how many there are at any rank, real or not.
+    """
 
     ep: int
     sent: int  # to all ranks
     busiest: int  # to the busiest
+    room: int = 0
 
     @property
     def received(self) -> int:
         """Rows that come to the busiest rank, from all of its group."""
-        return self.ep * self.busiest
+        return self.room or self.ep * self.busiest
+
+    def in_windows(self, windows: WindowSizes | None) -> RowCounts:
+        """The same where kernels put rows: as many as there could be."""
+        return self if windows is None else RowCounts(self.ep, windows.sent, self.busiest, windows.most_rows)
 
     def to_rank(self, busiest: int) -> list[int]:
         """Rows to each rank, where `busiest` is the busiest."""

@@ -7,10 +7,14 @@ and 3, tensor parallelism, recompute by part), so that one can see what they wou
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import RecomputeConfig
 from moe_engine.layout import Layout
+
+if TYPE_CHECKING:
+    from moe_engine.planner.symmetric import WindowSizes
 
 # What can be computed again in backward instead of being kept, smallest first; `full` keeps a layer's input alone.
 RECOMPUTE = ("norm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "full")
@@ -19,6 +23,8 @@ RECOMPUTE = ("norm", "moe_act", "mla_up_proj", "core_attn", "mlp", "moe", "full"
 _OF_ENGINE = {"norm": "norm", "mla_up": "mla_up_proj", "swiglu": "moe_act", "attention": "core_attn"}
 
 DISPATCH = ("expert", "rank", "node")
+
+TILE = 128  # numbers of one scale in fp8
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,8 @@ class Strategy:
     that a sharded state is spread over at most, 0 for all. stage_layers: decoder layers of each stage, empty for as
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
     flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
-    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. symmetric: bytes
-    of symmetric memory, where kernels put rows. exchange, payload: of context parallelism, as in section `cp`. frozen:
+    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. windows: where
+    kernels put rows, the room for them. exchange, payload: of context parallelism, as in section `cp`. frozen:
     the weights are not trained (adapters are), so they have no gradients and no states.
     """
 
@@ -82,7 +88,7 @@ class Strategy:
     dropout: bool = False
     dispatch: str = "rank"
     wire_fp8: bool = False
-    symmetric: int = 0
+    windows: WindowSizes | None = None
     exchange: str = "ring"
     payload: str = "kv"
     frozen: bool = False

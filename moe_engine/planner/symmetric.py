@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
-from moe_engine.planner.engine_kept import TILE
+from moe_engine.planner.strategy import TILE
 
 ALIGNMENT = 128  # bytes
 NOTE_BYTES = 16
@@ -27,11 +27,13 @@ def window_bytes(half: int, ranks: int) -> int:
 class WindowSizes:
     """What the windows of one expert-parallel group have room for.
 
-    most_rows, most_choices: rows and (token, expert) pairs that a rank takes in one exchange at most. rows, counts:
+    sent: rows that leave a rank; most_rows, most_choices: rows and (token, expert) pairs that one takes in one exchange
+    at most: so many there are in every exchange, since only the device knows which of them are real. rows, counts:
     bytes of one half of a window's staging, and of its buffer: of rows and of their numbers. ranks: of the group.
     """
 
     ranks: int
+    sent: int
     most_rows: int
     most_choices: int
     rows: int
@@ -59,17 +61,18 @@ def window_sizes(config: MoEConfig, ranks: int, tokens: int, number: int, capaci
     slots = (1 if exact else at_one) * (4 + max(4, number))  # an id and a weight each
     codes = -(-config.dim // 4) * 4 + 4 * -(-config.dim // TILE)
     row = max(config.dim * number, codes, slots)
-    return WindowSizes(ranks, most_rows, most_choices, _aligned(max(most_rows, sent) * row), _aligned(ranks**2 * 8))
+    bulk = _aligned(max(most_rows, sent) * row)
+    return WindowSizes(ranks, sent, most_rows, most_choices, bulk, _aligned(ranks**2 * 8))
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def symmetric_bytes(config: Config) -> dict[str, int]:
-    """Bytes of symmetric memory of each rank of a resolved job, by use; empty where it needs none."""
+def windows_of(config: Config) -> WindowSizes | None:
+    """The windows of a rank of a resolved job; None where it needs none."""
     ep, train = config.parallel.ep, config.train
     if config.moe.dispatch != "nvshmem" or ep == 1:
-        return {}
+        return None
     layer, tokens = moe_layer_config(config.model, config.moe), train.micro_batch * train.seq_len // config.parallel.cp
-    return window_sizes(layer, ep, tokens, _BYTES[config.precision.compute], config.moe.recv_capacity).by_use
+    return window_sizes(layer, ep, tokens, _BYTES[config.precision.compute], config.moe.recv_capacity)

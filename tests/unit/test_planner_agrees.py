@@ -39,6 +39,8 @@ MORE = [
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full moe.wire=fp8", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 moe.wire=fp8", 0, 1.0),
+    (f"{MINI} pipeline=dualpipe parallel.pp=2 moe.dispatch=nvshmem recompute=full", 0, 1.0),
+    (f"{MINI} moe.dispatch=nvshmem moe.recv_capacity=6000 moe.combine=exact moe.wire=fp8 precision=fp8", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=all_gather cp.payload=latent pipeline=zb_h1 parallel.pp=2", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=ulysses cp.payload=latent", 3, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=ulysses recompute=full", 0, 1.0),
@@ -74,4 +76,5 @@ def test_arithmetic_agrees_with_a_dry_run(words: str, rank: int, load: float) ->
     for name, size in found.states.items():
         assert getattr(planned, name) == pytest.approx(size, rel=0.02)
     assert planned.activation_bytes == pytest.approx(found.kept, rel=0.02)
+    assert planned.buffers.get("symmetric memory", 0) == found.symmetric
     assert step_bytes(cut, pp, load) == by_purpose(found.collectives)
