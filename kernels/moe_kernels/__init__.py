@@ -18,6 +18,7 @@ import torch
 
 from moe_kernels import custom, fp8_format, reference
 from moe_kernels.reference import gemm, matmul_dtype, wgrad
+from moe_kernels.reference.wide import DIM_MULTIPLE, product_rows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +76,7 @@ dequantize_columns = reference.dequantize_columns
 dequantize_rows = reference.dequantize_rows
 
 __all__ = [
+    "DIM_MULTIPLE",
     "add_bias",
     "add_bias_backward",
     "dequantize_blocks",
@@ -89,6 +91,7 @@ __all__ = [
     "matmul_dtype",
     "permute",
     "permute_fp8",
+    "product_rows",
     "quantize_blocks",
     "quantize_columns",
     "quantize_rows",

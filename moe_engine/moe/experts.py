@@ -109,7 +109,7 @@ def through_experts(
         return fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, grouped)
     x = rows.numbers()
     if plain and queue is None and segments is None and not torch.compiler.is_compiling():
-        return unpermute(expert_mlp(x, experts.up, experts.down, weights, order), order.rows)
+        return expert_mlp(x, experts.up, experts.down, weights, order)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         if fp8 is not None:

@@ -1,6 +1,6 @@
 """SwiGLU experts as one operation, which keeps for backward its input and the first projection alone.
 
-Three operations in a row keep the rows sorted by expert, the first projection and the second one's input: D + 3F
+Four operations in a row keep the rows sorted by expert, the first projection and the second one's input: D + 3F
 numbers a row. The sorted rows are copies of the input, and the second projection's input is cheap to make again from
 the first's output: here 2F a row, and the input once. The engine's own blocks do not use it: there weight gradients
 may have to wait, and `recompute` decides what is kept.
@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.ops import expert_walk
 from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.expert_walk import Counts, Gradients
 from moe_engine.ops.linear import widened
-from moe_engine.ops.permute import ExpertOrder
+from moe_engine.ops.permute import ExpertOrder, RowMap
+from moe_engine.ops.wgrad_queue import gradient_dtype
 from moe_kernels import grouped_gemm, grouped_wgrad, permute, swiglu, swiglu_backward, unpermute
 
 
@@ -25,39 +28,79 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder, dtype: torch.dtype
     ) -> Tensor:
-        rows = permute(x, order.rows.source).to(dtype)
-        gate_up = grouped_gemm(rows, up.transpose(1, 2), order.counts)
+        run = expert_walk.forward if expert_walk.walks(x, up, down) else _forward
+        out, gate_up = run(x, up, down, weights, order.rows, order.counts, dtype, any(ctx.needs_input_grad))
         ctx.save_for_backward(x, up, down, weights, gate_up)
-        ctx.rows, ctx.counts, ctx.dtype = order.rows, order.counts, dtype
-        return grouped_gemm(swiglu(gate_up, weights), down.transpose(1, 2), order.counts)
+        ctx.rows, ctx.counts, ctx.grad_dtypes = order.rows, order.counts, (_gradient_dtype(up), _gradient_dtype(down))
+        return out
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, weights, gate_up = ctx.saved_tensors
         needs_x, needs_up, needs_down, needs_weights, *_ = ctx.needs_input_grad
-        counts, wide = ctx.counts, widened(grads[0])
-        d_x, d_up, d_down, d_weights = None, None, None, None
-        if needs_down:
-            d_down = grouped_wgrad(wide, swiglu(gate_up, weights), counts)
-        d_hidden = grouped_gemm(wide, down, counts).to(gate_up.dtype)
-        d_gate_up, d_weights = swiglu_backward(d_hidden, gate_up, weights)
-        del wide, d_hidden
-        wide = widened(d_gate_up)
-        if needs_up:
-            rows = permute(x, ctx.rows.source).to(ctx.dtype)
-            d_up = grouped_wgrad(wide, rows, counts)
-        if needs_x:
-            d_rows = grouped_gemm(wide, up, counts).to(ctx.dtype).to(x.dtype)
-            d_x = unpermute(d_rows, ctx.rows.places)
-        return d_x, d_up, d_down, d_weights if needs_weights else None, None, None
+        run = expert_walk.backward if expert_walk.walks(x, up, down) else _backward
+        needs = (needs_x, needs_up, needs_down)
+        found = run(grads[0], x, up, down, weights, gate_up, ctx.rows, ctx.counts, needs, ctx.grad_dtypes)
+        return found.x, found.up, found.down, found.weights if needs_weights else None, None, None
+
+
+def _gradient_dtype(weight: Tensor) -> torch.dtype:
+    return gradient_dtype(weight) if weight.is_leaf else weight.dtype
+
+
+def _forward(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    rows: RowMap,
+    counts: Counts,
+    dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`expert_walk.forward`, an operator after the other."""
+    gate_up = grouped_gemm(permute(x, rows.source).to(dtype), up.transpose(1, 2), counts)
+    out = grouped_gemm(swiglu(gate_up, weights), down.transpose(1, 2), counts)
+    return unpermute(out, rows.places), gate_up if keep else None
+
+
+def _backward(
+    d_out: Tensor,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    rows: RowMap,
+    counts: Counts,
+    needs: tuple[bool, bool, bool],
+    grad_dtypes: tuple[torch.dtype, torch.dtype],
+) -> Gradients:
+    """`expert_walk.backward`, an operator after the other; autograd brings the gradients into their formats."""
+    dtype, (needs_x, needs_up, needs_down) = gate_up.dtype, needs
+    d_x, d_up, d_down = None, None, None
+    wide = widened(permute(d_out, rows.source))
+    if needs_down:
+        d_down = grouped_wgrad(wide, swiglu(gate_up, weights), counts)
+    d_hidden = grouped_gemm(wide, down, counts).to(dtype)
+    d_gate_up, d_weights = swiglu_backward(d_hidden, gate_up, weights)
+    del wide, d_hidden
+    wide = widened(d_gate_up)
+    if needs_up:
+        d_up = grouped_wgrad(wide, permute(x, rows.source).to(dtype), counts)
+    if needs_x:
+        d_rows = grouped_gemm(wide, up, counts).to(dtype).to(x.dtype)
+        d_x = unpermute(d_rows, rows.places)
+    return Gradients(d_x, d_up, d_down, d_weights)
 
 
 def expert_mlp(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
-    """Received rows x [R, D] through their experts: [N, D] in the order of the experts, each row times its weight.
+    """Received rows x [R, D] through their experts, each expert's times its weight, summed in slot order: [R, D].
 
     up [e, 2F, D], gate rows first; down [e, D, F]; weights [N]. The bits, forward and backward, are those of
-    `permute`, `grouped_linear`, `swiglu` and `grouped_linear` one after the other.
+    `permute`, `grouped_linear`, `swiglu`, `grouped_linear` and `unpermute` one after the other; on a CPU calculated a
+    few experts at a time (`ops.expert_walk`).
     """
     like, up, down = cast_operands(x[:0], up, down)
     out: Tensor = _ExpertMLP.apply(x, up, down, weights, order, like.dtype)

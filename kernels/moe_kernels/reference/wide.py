@@ -28,7 +28,8 @@ SWIGLU_ELEMENTS = {torch.float32: 1 << 18, torch.float64: 1 << 17}
 _TILES = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
 
 
-def _padded(rows: int) -> int:
+def product_rows(rows: int) -> int:
+    """With how many rows a CPU computes a product of so many rows, so that their bits do not depend on the number."""
     return max(MIN_ROWS, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
@@ -65,8 +66,8 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     rows, columns, dtype = a.shape[0], b.shape[1], a.dtype
     compute = matmul_dtype(dtype, a.device)
     a, b = _fill_dims(a, b)
-    if rows and _padded(rows) != rows:
-        a = F.pad(a, (0, 0, 0, _padded(rows) - rows))
+    if rows and product_rows(rows) != rows:
+        a = F.pad(a, (0, 0, 0, product_rows(rows) - rows))
     out = (a.to(compute) @ b.to(compute)).to(dtype)
     return out if out.shape == (rows, columns) else out[:rows, :columns].contiguous()
 
@@ -95,7 +96,7 @@ def grouped_gemm(
     out = a.new_empty(total, b.shape[2])
     start = 0
     for matrix, count in zip(b, counts, strict=True):
-        stop, padded_stop = start + count, start + _padded(count)
+        stop, padded_stop = start + count, start + product_rows(count)
         if count and padded_stop <= total:
             # Fill the block up with the rows that follow: what this writes there, later groups overwrite.
             torch.mm(a[start:padded_stop], matrix.to(a.dtype), out=out[start:padded_stop])
@@ -182,13 +183,17 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     gate_up [N, 2F] (gate first), weight [N] -> [N, F]. silu is written from exp, whose CPU code gives an element
     the same bits wherever it stands (torch's own silu does not).
     """
-    N, hidden = gate_up.shape[0], gate_up.shape[1] // 2
-    out, wide = gate_up.new_empty(N, hidden), _wide(gate_up.dtype)
-    elements = SWIGLU_ELEMENTS.get(gate_up.dtype, BLOCK_ELEMENTS)
-    scratch = gate_up.new_empty(block_rows(gate_up, elements), hidden, dtype=wide)
-    for rows in row_blocks(gate_up, elements):
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    return swiglu_into(out, gate_up, weight, swiglu_scratch(gate_up, 1))
+
+
+def swiglu_into(out: Tensor, gate_up: Tensor, weight: Tensor | None, scratch: Tensor) -> Tensor:
+    """`swiglu` into `out` [N, F], in gate_up's dtype or wider; scratch: `swiglu_scratch` of as many rows or more."""
+    wide, blocks = scratch.dtype, scratch.shape[1]
+    for start in range(0, gate_up.shape[0], blocks):
+        rows = slice(start, start + blocks)
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
-        below = torch.neg(gate, out=scratch[: len(gate)]).exp_().add_(1)
+        below = torch.neg(gate, out=scratch[0, : len(gate)]).exp_().add_(1)
         act = torch.div(gate, below, out=out[rows] if out.dtype == wide else below).mul_(up)
         if weight is not None:
             act *= weight[rows, None]
@@ -197,14 +202,27 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     return out
 
 
+def swiglu_scratch(gate_up: Tensor, tensors: int) -> Tensor:
+    """Memory for `tensors` intermediate results of a block of rows: [tensors, rows, F] in fp32 (fp64 for fp64)."""
+    elements = SWIGLU_ELEMENTS.get(gate_up.dtype, BLOCK_ELEMENTS)
+    return gate_up.new_empty(tensors, block_rows(gate_up, elements), gate_up.shape[1] // 2, dtype=_wide(gate_up.dtype))
+
+
 def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Gradients of `swiglu`: d_out [N, F] -> (d_gate_up [N, 2F] in gate_up's dtype, d_weight [N] or None)."""
     d_gate_up = torch.empty_like(gate_up)
     d_weight = None if weight is None else torch.empty_like(weight)
-    hidden, wide = gate_up.shape[1] // 2, _wide(gate_up.dtype)
-    elements = SWIGLU_ELEMENTS.get(gate_up.dtype, BLOCK_ELEMENTS)
-    scratch = gate_up.new_empty(3, block_rows(gate_up, elements), hidden, dtype=wide)
-    for rows in row_blocks(gate_up, elements):
+    swiglu_backward_into(d_gate_up, d_weight, d_out, gate_up, weight, swiglu_scratch(gate_up, 3))
+    return d_gate_up, d_weight
+
+
+def swiglu_backward_into(
+    d_gate_up: Tensor, d_weight: Tensor | None, d_out: Tensor, gate_up: Tensor, weight: Tensor | None, scratch: Tensor
+) -> None:
+    """`swiglu_backward` into tensors that exist; scratch: three of `swiglu_scratch`, of as many rows or more."""
+    hidden, wide, blocks = gate_up.shape[1] // 2, scratch.dtype, scratch.shape[1]
+    for start in range(0, gate_up.shape[0], blocks):
+        rows = slice(start, start + blocks)
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
         sigmoid, silu, d_act = scratch[:, : len(gate)]
         torch.neg(gate, out=sigmoid).exp_().add_(1).reciprocal_()
@@ -223,7 +241,6 @@ def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
         d_gate = torch.mul(slope, d_act, out=d_gate_up[rows, :hidden] if in_place else slope)
         if not in_place:
             d_gate_up[rows, :hidden] = d_gate
-    return d_gate_up, d_weight
 
 
 def row_blocks(x: Tensor, elements: int = BLOCK_ELEMENTS) -> Iterator[slice]:

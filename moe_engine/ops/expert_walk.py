@@ -1,0 +1,241 @@
+"""SwiGLU experts on a CPU, a few experts at a time.
+
+Operators over the rows of all experts write each step's result to memory and read it back. Here the rows of a few
+experts go through all steps while they are in the cache. What goes to memory is what has to stay: the first
+projection, each row's output until a token's are summed, and the weights' gradients; large ones into memory that is
+used again (`ops.fresh_memory`). The bits are those of the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_engine.ops import fresh_memory
+from moe_engine.ops.permute import RowMap
+from moe_engine.ops.threads import share_out
+from moe_kernels import DIM_MULTIPLE, matmul_dtype, product_rows, unpermute
+from moe_kernels.reference.wide import swiglu_backward_into, swiglu_into, swiglu_scratch
+
+Counts = Sequence[int] | Tensor  # rows of each expert
+
+CACHED_BYTES = 2 << 20  # of rows in all steps; what a core of a server has to itself
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """One expert's rows start … stop among those sorted by expert; its products compute start … filled.
+
+    beyond: whether the rows of a result from stop on may be written, to be overwritten by what follows.
+    """
+
+    index: int
+    start: int
+    stop: int
+    filled: int
+    beyond: bool
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Experts whose rows go through all steps together: start … stop."""
+
+    experts: list[_Expert]
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def walks(x: Tensor, up: Tensor, down: Tensor) -> bool:
+    """Whether experts of these shapes are for this file: on a CPU, where products need no filled-up dimensions."""
+    return x.device.type == "cpu" and up.shape[2] % DIM_MULTIPLE == 0 and down.shape[2] % DIM_MULTIPLE == 0
+
+
+def _plan(counts: Sequence[int], most_rows: int) -> list[list[_Run]]:
+    """For each thread runs of about `most_rows` rows, or one expert; threads get about as many rows."""
+    total, threads = sum(counts), torch.get_num_threads()
+    shares: list[list[_Expert]] = [[] for _ in range(threads)]
+    stop = 0
+    for index, count in enumerate(counts):
+        start, stop = stop, stop + count
+        if count:
+            share = shares[(start + stop) * threads // (2 * total)]
+            share.append(_Expert(index, start, stop, start + product_rows(count), start + product_rows(count) <= total))
+    for share in shares:
+        if share:  # behind its last row another thread writes
+            last = share[-1]
+            share[-1] = _Expert(last.index, last.start, last.stop, last.filled, last.filled == last.stop)
+    return [list(_runs(share, most_rows)) for share in shares if share]
+
+
+def _runs(experts: list[_Expert], most_rows: int) -> Iterator[_Run]:
+    taken: list[_Expert] = []
+    for expert in experts:
+        if taken and expert.stop - taken[0].start > most_rows:
+            yield _Run(taken, taken[0].start, taken[-1].stop)
+            taken = []
+        taken.append(expert)
+    yield _Run(taken, taken[0].start, taken[-1].stop)
+
+
+class _Call:
+    """Shapes and formats of a call, its weights matrix by matrix, and who computes what."""
+
+    def __init__(self, x: Tensor, up: Tensor, down: Tensor, rows: RowMap, counts: Counts, dtype: torch.dtype) -> None:
+        self.dtype, self.compute = dtype, matmul_dtype(dtype, x.device)
+        (self.width, self.dim), self.hidden = up.shape[1:], down.shape[2]
+        self.source, self.counts = rows.source, counts.tolist() if isinstance(counts, Tensor) else counts
+        row_bytes = self.compute.itemsize * (self.dim + self.width + self.hidden)
+        self.shares = _plan(self.counts, CACHED_BYTES // row_bytes)
+
+    def rows_of_all(self, width: int, dtype: torch.dtype) -> Tensor:
+        return fresh_memory.empty((len(self.source), width), dtype, self.source.device)
+
+    def gradient(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for a weight's gradient, 0 for experts without rows."""
+        grad = fresh_memory.empty(weight.shape, dtype, weight.device)
+        for index, count in enumerate(self.counts):
+            if not count:
+                grad[index] = 0
+        return grad
+
+    def gather(self, x: Tensor, run: _Run, out: Tensor) -> None:
+        """The run's rows of x, rounded to the call's format, into the first rows of `out`."""
+        index, out = self.source[run.rows], out[: len(run)]
+        if x.dtype == self.dtype == out.dtype:
+            torch.index_select(x, 0, index, out=out)
+        else:
+            out.copy_(x.index_select(0, index).to(self.dtype))
+
+    def products(self, a: Tensor, matrices: Sequence[Tensor], run: _Run, out: Tensor, scratch: bool) -> None:
+        """Rows of `a`, scratch that begins with the run, times their expert's matrix into `out`: such scratch too, or
+        rows of all experts."""
+        offset, a = 0 if not scratch else run.start, a.to(self.compute)
+        for expert in run.experts:
+            rows = a[expert.start - run.start : expert.filled - run.start]
+            matrix = matrices[expert.index].to(self.compute)
+            if out.dtype == self.compute and (scratch or expert.beyond):
+                torch.mm(rows, matrix, out=out[expert.start - offset : expert.filled - offset])
+            else:
+                own = out[expert.start - offset : expert.stop - offset]
+                own.copy_(torch.mm(rows, matrix)[: len(own)])
+
+    def weight_gradients(self, d_out: Tensor, rows: Tensor, run: _Run, grads: Tensor) -> None:
+        """d_out^T @ rows of each expert, from scratch that begins with the run."""
+        d_out, rows = d_out.to(self.compute), rows.to(self.compute)
+        for expert in run.experts:
+            own = slice(expert.start - run.start, expert.stop - run.start)
+            grad = grads[expert.index]
+            if grad.dtype == self.compute:
+                torch.mm(d_out[own].T, rows[own], out=grad)
+            else:
+                grad.copy_(d_out[own].T @ rows[own])
+
+
+class _Scratch:
+    """One thread's memory for the longest of its runs. Zeros, so that rows behind a run's are numbers."""
+
+    def __init__(self, call: _Call, runs: list[_Run]) -> None:
+        rows = max(run.experts[-1].filled - run.start for run in runs)
+        self.rows = torch.zeros(rows, call.dim, dtype=call.compute)
+        self.first = torch.zeros(rows, call.width, dtype=call.dtype)
+        self.hidden = torch.zeros(rows, call.hidden, dtype=call.dtype)
+        self.activation = swiglu_scratch(self.first, 3)
+
+
+def forward(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    rows: RowMap,
+    counts: Counts,
+    dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The sums [R, D] in `dtype`, and the first projection [N, 2F] if it is to be kept."""
+    call = _Call(x, up, down, rows, counts, dtype)
+    ups, downs = up.transpose(1, 2).unbind(), down.transpose(1, 2).unbind()
+    out = call.rows_of_all(call.dim, dtype)
+    kept = call.rows_of_all(call.width, dtype) if keep else None
+
+    def work(shares: Sequence[list[_Run]]) -> None:
+        for runs in shares:
+            scratch = _Scratch(call, runs)
+            hidden = scratch.hidden
+            for run in runs:
+                call.gather(x, run, scratch.rows)
+                if kept is None:
+                    call.products(scratch.rows, ups, run, scratch.first, scratch=True)
+                    first = scratch.first[: len(run)]
+                else:
+                    call.products(scratch.rows, ups, run, kept, scratch=False)
+                    first = kept[run.rows]
+                swiglu_into(hidden[: len(run)], first, weights[run.rows], scratch.activation)
+                call.products(hidden, downs, run, out, scratch=False)
+
+    share_out(work, call.shares)
+    return unpermute(out, rows.places), kept
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of x [R, D], up, down and weights [N]; None where not asked for."""
+
+    x: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    weights: Tensor | None
+
+
+def backward(
+    d_out: Tensor,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    rows: RowMap,
+    counts: Counts,
+    needs: Sequence[bool],
+    grad_dtypes: Sequence[torch.dtype],
+) -> Gradients:
+    """From the gradient of the sums, d_out [R, D]. needs: those of x, up, down; grad_dtypes: of up's and down's."""
+    call = _Call(x, up, down, rows, counts, gate_up.dtype)
+    ups, downs = up.unbind(), down.unbind()
+    needs_x, needs_up, needs_down = needs
+    d_rows = call.rows_of_all(call.dim, call.dtype) if needs_x else None
+    d_up = call.gradient(up, grad_dtypes[0]) if needs_up else None
+    d_down = call.gradient(down, grad_dtypes[1]) if needs_down else None
+    d_weights = torch.zeros_like(weights)
+
+    def work(shares: Sequence[list[_Run]]) -> None:
+        for runs in shares:
+            scratch = _Scratch(call, runs)
+            for run in runs:
+                first, own = gate_up[run.rows], weights[run.rows]
+                hidden, d_first = scratch.hidden[: len(run)], scratch.first[: len(run)]
+                call.gather(d_out, run, scratch.rows)
+                if d_down is not None:
+                    swiglu_into(hidden, first, own, scratch.activation)
+                    call.weight_gradients(scratch.rows, hidden, run, d_down)
+                call.products(scratch.rows, downs, run, scratch.hidden, scratch=True)
+                swiglu_backward_into(d_first, d_weights[run.rows], hidden, first, own, scratch.activation)
+                if d_up is not None:
+                    call.gather(x, run, scratch.rows)
+                    call.weight_gradients(d_first, scratch.rows, run, d_up)
+                if d_rows is not None:
+                    call.products(scratch.first, ups, run, d_rows, scratch=False)
+
+    share_out(work, call.shares)
+    d_x = None if d_rows is None else unpermute(d_rows.to(x.dtype), rows.places)
+    return Gradients(d_x, d_up, d_down, d_weights)

@@ -1,0 +1,100 @@
+"""SwiGLU experts as one operation on a CPU: the bits of the operators one after the other, and memory used again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.ops import expert_mlp, expert_walk, fresh_memory
+from moe_engine.ops.expert_walk import Gradients
+from moe_engine.ops.permute import order_by_expert
+
+CPU = torch.device("cpu")
+IDS = [[0, 1], [5, 2], [0, -1], [-1, -1], [5, 0], [3, 5], [0, 5], [5, 6]] * 9  # nobody chooses 4; 2 and 3: few rows
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def run(path: Any, dtype: torch.dtype, x_dtype: torch.dtype, needs: tuple[bool, ...] = (True, True, True)) -> Any:
+    order = order_by_expert(torch.tensor(IDS, dtype=torch.int32), 7)
+    x, d_out = numbers(len(IDS), 24, dtype=x_dtype, seed=0), numbers(len(IDS), 24, dtype=dtype, seed=1)
+    up, down = numbers(7, 16, 24, dtype=dtype, seed=2), numbers(7, 24, 8, dtype=dtype, seed=3)
+    weights = numbers(len(order.slots), dtype=torch.promote_types(dtype, torch.float32), seed=4)
+    forward, backward = path
+    out, gate_up = forward(x, up, down, weights, order.rows, order.counts, dtype, True)
+    alone, nothing = forward(x, up, down, weights, order.rows, order.counts, dtype, False)
+    assert nothing is None and torch.equal(alone, out)
+    formats = (torch.float32 if dtype == torch.bfloat16 else dtype, dtype)
+    grads: Gradients = backward(d_out, x, up, down, weights, gate_up, order.rows, order.counts, needs, formats)
+    found = [grads.x, grads.up, grads.down, grads.weights]
+    assert [grad is not None for grad in found] == [*needs, True]
+    return [out, gate_up, *(grad for grad in found if grad is not None)]
+
+
+PARTS = expert_mlp._forward, expert_mlp._backward
+WALK = expert_walk.forward, expert_walk.backward
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 20, 1000])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "x_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_a_walk_over_experts_has_the_bits_of_operators_over_all(
+    monkeypatch: pytest.MonkeyPatch, rows_at_once: int, threads: int, dtype: torch.dtype, x_dtype: torch.dtype
+) -> None:
+    expected = run(PARTS, dtype, x_dtype)
+    itemsize = torch.promote_types(dtype, torch.float32).itemsize
+    monkeypatch.setattr(expert_walk, "CACHED_BYTES", rows_at_once * itemsize * (24 + 16 + 8))
+    monkeypatch.setattr(fresh_memory, "LEAST_BYTES", 1000)  # what is left there is no number that should appear
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # so many shares, in an order that threads may take
+    monkeypatch.setattr(expert_walk, "share_out", lambda work, shares: work(shares[::-1]))
+    for _ in range(2):  # the second time in memory that holds other numbers
+        for mine, theirs in zip(run(WALK, dtype, x_dtype), expected, strict=True):
+            assert torch.equal(mine, theirs.to(mine.dtype))
+        poison = [fresh_memory.empty((size,), torch.uint8, CPU).fill_(255) for size in (1 << 21,) * 6]
+        del poison
+
+
+@pytest.mark.parametrize("needs", [(False, True, True), (True, False, True), (True, True, False), (False,) * 3])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(needs: tuple[bool, bool, bool]) -> None:
+    whole = run(WALK, torch.float32, torch.float32)
+    some = run(WALK, torch.float32, torch.float32, needs)
+    kept = [*whole[:2], *(grad for grad, needed in zip(whole[2:], (*needs, True), strict=True) if needed)]
+    assert len(some) == len(kept) and all(torch.equal(a, b) for a, b in zip(some, kept, strict=True))
+
+
+def test_sizes_that_products_fill_up_go_by_the_operators() -> None:
+    x, up, down = torch.zeros(3, 24), torch.zeros(2, 16, 24), torch.zeros(2, 24, 8)
+    assert expert_walk.walks(x, up, down)
+    assert not expert_walk.walks(x, torch.zeros(2, 12, 24), torch.zeros(2, 24, 6))
+    assert not expert_walk.walks(x, torch.zeros(2, 16, 22), down)
+    assert not expert_walk.walks(x.to("meta"), up, down)
+
+
+def test_large_memory_is_used_again_when_its_tensor_has_ended_and_not_before() -> None:
+    shape = (fresh_memory.LEAST_BYTES // 4 + 3, 1)
+    first = fresh_memory.empty(shape, torch.float32, CPU).fill_(1)
+    view, place = first[5:], first.data_ptr()
+    del first
+    other = fresh_memory.empty(shape, torch.float32, CPU).fill_(2)
+    assert other.data_ptr() != place and bool((view == 1).all())
+    del view
+    gc.collect()
+    again = fresh_memory.empty(shape, torch.float32, CPU)
+    assert again.data_ptr() == place and again.shape == shape and bool((other == 2).all())
+    small = fresh_memory.empty((4,), torch.bfloat16, CPU)
+    assert small.dtype == torch.bfloat16 and fresh_memory.empty((1 << 30,), torch.uint8, torch.device("meta")).is_meta
