@@ -3,7 +3,9 @@
 Triton's interpreter cannot run them. `emulated(module)` runs a module's kernels as the Python functions they are, with
 what they call replaced: barriers that block, bulk copies that fill what lies outside with zeros, products that read
 shared memory only when they are waited for (so that a stage given back too early gives wrong results), loads and
-stores that refuse every place outside of their tensor. Layouts, registers and the speed are not modelled.
+stores that refuse every place outside of their tensor. Layouts, registers and the speed are not modelled. Two
+multiprocessors that share rows are one program here, whose roles do for both what each does, in step; how they really
+wait for one another is the model's of `test_hopper_protocol`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ class Pointer:
 
     def __add__(self, places: Any) -> Pointer:
         return Pointer(self.flat, self.place + places)
+
+    def __getitem__(self, places: Any) -> Pointer:
+        return Pointer(self.flat, self.place[places])
 
     def at(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(places as a tensor, which of them are meant). Raises AssertionError for one outside of the tensor."""
@@ -112,6 +117,13 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
+    def store(self, value: Tensor) -> None:
+        assert value.dtype == self.data.dtype
+        self.data.copy_(value)
+
+    def load(self, _: Any) -> Tensor:
+        return self.data.clone()
+
 
 def _shared(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     if layout == "barriers":
@@ -132,13 +144,22 @@ class Descriptor:
         return Descriptor(matrix, block, layout)
 
 
-def _load_tile(descriptor: Descriptor, place: list[int], barrier: Barrier, to: Shared) -> None:
+def _load_tile(descriptor: Descriptor, place: list[int], barrier: Barrier, to: Shared, multicast: bool = False) -> None:
+    """Its bytes count at the barrier of each multiprocessor: those of its part, of a shared tile all."""
     row, column = place
+    cuts = descriptor.layout or [[0, 0]]
+    assert multicast == (descriptor.layout == [[0, 0]])
     assert list(to.data.shape) == descriptor.block and row >= 0 and column >= 0
     to.data.view(torch.uint8).zero_()
     found = descriptor.matrix[row : row + descriptor.block[0], column : column + descriptor.block[1]]
     to.data[: found.shape[0], : found.shape[1]] = found
-    barrier.change(0, -to.data.numel() * to.data.element_size())
+    barrier.change(0, -to.data.numel() * to.data.element_size() // (2 if any(cuts[0]) else 1))
+
+
+def _load_rows(to: Shared, pointer: Pointer, mask: Tensor) -> None:
+    places, meant = pointer.at(mask)
+    found = pointer.flat.view(torch.uint8 if pointer.flat.element_size() == 1 else torch.int16)[places.long()]
+    to.data.copy_(torch.where(meant, found, 0).view(pointer.flat.dtype))
 
 
 class Product:
@@ -174,22 +195,24 @@ def _choose(pick: Callable[..., Any], wide: Callable[..., Tensor]) -> Callable[.
 
 
 class _Program(threading.local):
-    index, number = 0, 1
+    index, number, threads = 0, 1, 0
 
 
-def _run(roles: list[tuple[Callable[..., Any], tuple[Any, ...]]], program: _Program) -> None:
-    """Each role in a thread of its own; the first error of any is raised."""
+def _run(roles: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: list[int], program: _Program) -> None:
+    """Each role in a thread of its own; the first error of any is raised. warps: of each role but the first."""
     errors: list[BaseException] = []
     index, number = program.index, program.number
 
-    def role(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        program.index, program.number = index, number
+    def role(function: Callable[..., Any], arguments: tuple[Any, ...], warps: int) -> None:
+        program.index, program.number, program.threads = index, number, 32 * warps
         try:
             function(*arguments)
         except BaseException as error:  # raised again below, in the test's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=role, args=pair) for pair in roles]
+    threads = [
+        threading.Thread(target=role, args=(*pair, count)) for pair, count in zip(roles, [4, *warps], strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -201,7 +224,7 @@ def _run(roles: list[tuple[Callable[..., Any], tuple[Any, ...]]], program: _Prog
 def _language(program: _Program) -> SimpleNamespace:
     """What kernels know as `gl`."""
     return SimpleNamespace(
-        float32=torch.float32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn,
+        float32=torch.float32, int64=torch.int64, int32=torch.int32, float8e4nv=torch.float8_e4m3fn,
         bfloat16=torch.bfloat16, float16=torch.float16,
         program_id=lambda _: Int(program.index), num_programs=lambda _: Int(program.number),
         arange=lambda start, stop, layout: torch.arange(start, stop), static_range=builtins.range,
@@ -210,9 +233,9 @@ def _language(program: _Program) -> SimpleNamespace:
         where=_choose(lambda condition, a, b: a if condition else b, torch.where),
         minimum=_choose(min, torch.minimum), maximum=_choose(max, torch.maximum),
         to_tensor=Int, convert_layout=lambda x, layout: x, split=lambda x: (x[..., 0], x[..., 1]),
-        warp_specialize=lambda roles, warps, registers: _run(roles, program),
-        NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
-        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: None),
+        warp_specialize=lambda roles, warps, registers: _run(roles, warps, program),
+        SwizzledSharedLayout=lambda *_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype, cga_layout: cga_layout),
     )  # fmt: skip
 
 
@@ -221,7 +244,8 @@ class _Kernel:
         self.function, self.program = function, program
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, num_ctas: int, **constants: Any) -> None:
+            assert num_warps == 4 and num_ctas == constants["CTAS"]
             for index in builtins.range(grid[0]):
                 self.program.index, self.program.number = index, grid[0]
                 given = [Pointer(x.view(-1)) if isinstance(x, Tensor) else Int(x) if isinstance(x, int) else x
@@ -236,12 +260,15 @@ def emulated(*modules: ModuleType) -> Iterator[None]:
     """While it lasts, launchers of these modules (those they take functions from included) run on CPU tensors."""
     program = _Program()
     barriers = SimpleNamespace(
-        MBarrierLayout=lambda: "barriers", init=lambda barrier, count: barrier.init(count),
+        MBarrierLayout=lambda *_: "barriers", init=lambda barrier, count: barrier.init(count),
         wait=lambda barrier, parity: barrier.wait(parity), expect=lambda barrier, size: barrier.change(1, size),
-        arrive=lambda barrier, count, pred=True: barrier.change(count, 0) if pred else None,
+        arrive=lambda barrier, count=1, pred=True, from_cta=0: barrier.change(count, 0) if pred else None,
     )  # fmt: skip
+    copies = SimpleNamespace(mbarrier_arrive=lambda barrier, increment_count: barrier.change(program.threads, 0))
     replaced: dict[str, Any] = {
         "gl": _language(program), "mbarrier": barriers, "load_tile": _load_tile, "TensorDescriptor": Descriptor,
+        "load_rows": _load_rows, "async_copy": copies, "fence_async_shared": lambda: None,
+        "sums_layout": lambda *_: None, "stored_layout": lambda *_: None, "layout_of": lambda x: None,
         "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
         "TYPES": {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16},
     }  # fmt: skip

@@ -71,7 +71,7 @@ class Compiled:
         return estimate(
             loop, tile.rows, tile.columns, tile.depth, self.variant.element_bytes,
             warps=4 * roles or tile.warps, roles=bool(roles), registers=self.registers, shared=self.shared,
-            threads=32 * (4 * roles + 4 if roles else tile.warps),
+            threads=32 * (4 * roles + 4 if roles else tile.warps), ctas=self.variant.ctas,
         )  # fmt: skip
 
     def row(self) -> dict[str, Any]:
@@ -86,6 +86,8 @@ class Compiled:
             "instructions": self.code.length,
             "mma": dict(self.code.mma),
             "bulk_loads": kinds["UTMALDG"],
+            "multicasts": sum(count for name, count in self.code.bulk.items() if "MULTICAST" in name),
+            "row_copies": kinds["LDGSTS"],
             "bulk_stores": kinds["UTMASTG"],
             "other_per_mma": round(loop.other_per_mma, 2) if loop else None,
             "waits": list(loop.waits) if loop else None,

@@ -45,6 +45,7 @@ class Code:
     mma: Counter[str]
     accesses: Counter[str] = field(default_factory=Counter)  # global loads and stores by full name
     loop: Loop | None = None
+    bulk: Counter[str] = field(default_factory=Counter)  # bulk tensor copies by full name
     register_limits: bool = False  # warps exchange registers (setmaxnreg)
 
 
@@ -63,6 +64,7 @@ def parse(text: str) -> Code:
         kinds=_kinds(names),
         mma=Counter(name for name in names if name.split(".")[0] in MMA),
         accesses=Counter(name for name in names if name.split(".")[0] in ("LDG", "STG")),
+        bulk=Counter(name for name in names if name.startswith("UTMA")),
         loop=_main_loop(instructions, labels),
         register_limits="USETMAXREG" in _kinds(names),
     )
@@ -100,17 +102,18 @@ DRAIN_CLOCKS = 200.0  # from a wait that drains until the tensor cores are busy 
 
 def estimate(
     loop: Loop, rows: int, columns: int, depth: int, element_bytes: int, warps: int, roles: bool,
-    registers: int, shared: int, threads: int,
+    registers: int, shared: int, threads: int, ctas: int = 1,
 ) -> float:  # fmt: skip
     """Share of the tensor cores' peak that the instruction mix allows in the main loop: a model, nothing measured.
 
     For one step of `depth`: clocks of the tensor cores, of issuing the other instructions of `warps` warps, and of
     bringing both operands from L2. They overlap, except that where one program alone is resident and drains the
-    tensor cores, the first two follow one another. With `roles`, warps wait for themselves alone.
+    tensor cores, the first two follow one another. With `roles`, warps wait for themselves alone. `ctas`
+    multiprocessors bring the rows once.
     """
     tensor = rows * columns * depth / MMA_PER_CLOCK[element_bytes]
     issue = loop.other * warps / SCHEDULERS
-    traffic = (rows + columns) * depth * element_bytes / L2_BYTES_PER_CLOCK
+    traffic = (rows / ctas + columns) * depth * element_bytes / L2_BYTES_PER_CLOCK
     resident = max(1, min(REGISTERS // (registers * threads), SHARED // (shared + 1024), THREADS // threads))
     step = max(tensor, issue, traffic)
     if loop.drains and not roles:

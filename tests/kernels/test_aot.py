@@ -19,8 +19,13 @@ from moe_kernels.sass import SHARED, parse
 
 # Longest name first: other instructions in the main loop for each tensor-core instruction.
 LOOP_CEILINGS = {
+    "hopper_gemm_fp8 gather": 33.5,
     "hopper_gemm_fp8": 32,
+    "hopper_gemm fprop gather": 12.5,
+    "hopper_gemm dgrad gather": 12.5,
     "hopper_gemm": 12,
+    "hopper_wgrad_fp8 accumulate pair": 48.5,
+    "hopper_wgrad_fp8 pair": 48.5,
     "hopper_wgrad_fp8": 48,
     "hopper_wgrad": 12,
     "grouped_gemm_fp8 gather": 46.25,
@@ -50,6 +55,7 @@ LENGTH_CEILINGS = {
 }
 FAST_SUBSET = (
     "hopper_gemm_fp8",
+    "hopper_gemm fprop",
     "hopper_wgrad accumulate",
     "quantize_rows",
     "gemm fprop 128x",
@@ -100,6 +106,7 @@ def check_product(row: dict[str, Any], barriers: int) -> None:
         # from the loading warp to those that multiply.
         own = [text.split(", ")[1:] == ["0x80"] for text in row["barriers"]]
         assert all(own) and 1 <= len(own) <= barriers and row["register_limits"], (name, row["barriers"])
+        assert bool(row["multicasts"]) == (" pair" in name) and bool(row["row_copies"]) == (" gather" in name), name
     if fp8:
         # Four instructions make 128 of the sum; then every number goes into the fp32 total once.
         assert row["ffma_per_mma"] == 16, name

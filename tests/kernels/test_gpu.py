@@ -59,15 +59,16 @@ def test_grouped_products(counts: list[int]) -> None:
     source = torch.randperm(rows).cuda()
     for b in (w.transpose(1, 2), w.transpose(1, 2).contiguous()):
         exact = reference.grouped_gemm(x.double(), b.double(), counts)
+        gathered = reference.grouped_gemm(x.double(), b.double(), counts, source)
         for hopper in (False, True):
             assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes, hopper=hopper), exact) < 1e-5
-        gathered = reference.grouped_gemm(x.double(), b.double(), counts, source)
-        assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes, source), gathered) < 1e-5
+            assert calc_diff(moe_kernels.grouped_gemm(x, b, sizes, source, hopper=hopper), gathered) < 1e-5
     a, (codes, _, scale) = moe_kernels.quantize_rows(x), moe_kernels.quantize_blocks(w)
-    exact = reference.grouped_gemm_fp8(*a, codes, scale, counts, dtype=torch.float32)
-    for hopper in (False, True):
-        out = moe_kernels.grouped_gemm_fp8(*a, codes, scale, sizes, dtype=torch.float32, hopper=hopper)
-        assert calc_diff(out, exact) < 1e-6 and not out[-5:].any()
+    for taken in (None, source):
+        exact = reference.grouped_gemm_fp8(*a, codes, scale, counts, taken, torch.float32)
+        for hopper in (False, True):
+            out = moe_kernels.grouped_gemm_fp8(*a, codes, scale, sizes, taken, torch.float32, hopper=hopper)
+            assert calc_diff(out, exact) < 1e-6 and not out[-5:].any()
     d = cuda(rows, 400, seed=2)
     exact = reference.grouped_wgrad(d.double(), x.double(), counts)
     for hopper in (False, True):

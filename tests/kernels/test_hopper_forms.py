@@ -22,6 +22,7 @@ forms, hopper, tails = interpreted("forms"), interpreted("hopper"), interpreted(
 gemm, gemm_fp8 = interpreted("hopper_gemm"), interpreted("hopper_gemm_fp8")
 wgrad, wgrad_fp8 = interpreted("hopper_wgrad"), interpreted("hopper_wgrad_fp8")
 FP32_SUMS = 1e-6
+WAYS = ["alone", "gather", "pair"]  # how multiprocessors and rows come together
 COUNTS = [[0, 1, 7], [64, 0, 389], pytest.param([128, 129, 0], marks=pytest.mark.slow), [0, 0, 0]]
 
 
@@ -38,15 +39,25 @@ def with_tail(counts: list[int], dim: int, seed: int = 0) -> Tensor:
     return x
 
 
+def sources(counts: list[int], way: str) -> Tensor | None:
+    """Rows in another order, some of them twice; rows of NaN only after the groups."""
+    if way != "gather":
+        return None
+    taken = torch.randint(max(1, sum(counts)), (sum(counts) + 5,), generator=torch.Generator().manual_seed(0))
+    taken[-5:] = sum(counts) + 4
+    return taken
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("by_column", [True, False], ids=["fprop", "dgrad"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_gemm(counts: list[int], by_column: bool) -> None:
+def test_gemm(counts: list[int], by_column: bool, way: str) -> None:
     depth = 136 if by_column else 128
-    a, b = with_tail(counts, depth), randn(3, depth, 272, seed=1)
+    a, b, source = with_tail(counts, depth), randn(3, depth, 272, seed=1), sources(counts, way)
     stored = b.transpose(1, 2).contiguous() if by_column else b
     assert gemm.takes(a, stored.transpose(1, 2) if by_column else stored, by_column)
-    out = gemm.hopper_gemm(a, stored, by_column, torch.tensor(counts), num_sms=3)
-    expected = moe_kernels.grouped_gemm(a, b, counts)
+    out = gemm.hopper_gemm(a, stored, by_column, torch.tensor(counts), source, 3, way == "pair")
+    expected = moe_kernels.grouped_gemm(a, b, counts, source)
     assert out.dtype == torch.bfloat16 and not out[-5:].any()
     assert not sum(counts) or calc_diff(out, expected) < FP32_SUMS
 
@@ -57,15 +68,24 @@ def test_gemm_leaves_sums_of_broken_steps_to_the_plain_form() -> None:
     assert not gemm.takes(a, b, False) and gemm.takes(a, b, True)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_gemm_fp8(counts: list[int]) -> None:
+def test_gemm_fp8(counts: list[int], way: str) -> None:
     a, (b, _, b_scale) = (
         moe_kernels.quantize_rows(with_tail(counts, 272)),
-        moe_kernels.quantize_blocks(randn(3, 200, 272, seed=1)),
+        moe_kernels.quantize_blocks(randn(3, 328, 272, seed=1)),
     )
-    out = gemm_fp8.hopper_gemm_fp8(*a, b, b_scale, torch.tensor(counts), torch.float32, num_sms=3)
-    expected = moe_kernels.grouped_gemm_fp8(*a, b, b_scale, counts, dtype=torch.float32)
+    source = sources(counts, way)
+    sizes = torch.tensor(counts)
+    out = gemm_fp8.hopper_gemm_fp8(*a, b, b_scale, sizes, source, torch.float32, 3, way == "pair")
+    expected = moe_kernels.grouped_gemm_fp8(*a, b, b_scale, counts, source, dtype=torch.float32)
     assert not out[-5:].any() and (not sum(counts) or calc_diff(out, expected) < FP32_SUMS)
+
+
+@pytest.mark.parametrize(("columns", "num_sms", "pairs"), [(512, None, True), (512, 1, False), (768, None, False)])
+def test_pairs_where_no_tile_is_left_over(columns: int, num_sms: int | None, pairs: bool) -> None:
+    assert hopper.paired(columns, gemm.TILE, num_sms) == pairs
+    assert hopper.grid(100, 1 + pairs, num_sms or 7, torch.device("cpu")) == ((num_sms or 7) // (1 + pairs),)
 
 
 def check_gradients(run: Callable[[Tensor, bool], Tensor], reference: Callable[[Tensor | None], Tensor],
@@ -81,24 +101,26 @@ def check_gradients(run: Callable[[Tensor, bool], Tensor], reference: Callable[[
     assert calc_diff(added, reference(before.clone())) < FP32_SUMS
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["alone", "pair"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_wgrad(counts: list[int]) -> None:
+def test_wgrad(counts: list[int], pairs: bool) -> None:
     """Rows of NaN follow the last group, and other groups' rows each of the others."""
     d, a, sizes = with_tail(counts, 72), with_tail(counts, 264, seed=1), torch.tensor(counts)
     check_gradients(
-        lambda grad, accumulate: wgrad.hopper_wgrad(d, a, sizes, grad, accumulate, num_sms=3),
+        lambda grad, accumulate: wgrad.hopper_wgrad(d, a, sizes, grad, accumulate, 3, pairs),
         lambda out: moe_kernels.grouped_wgrad(d.float(), a.float(), counts, out),
         counts,
     )
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["alone", "pair"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_wgrad_fp8(counts: list[int]) -> None:
+def test_wgrad_fp8(counts: list[int], pairs: bool) -> None:
     sizes = torch.tensor(counts)
     d = moe_kernels.quantize_columns(with_tail(counts, 72), counts, GRADIENT_AMAX)
     a = moe_kernels.quantize_columns(with_tail(counts, 136, seed=1), counts)
     check_gradients(
-        lambda grad, accumulate: wgrad_fp8.hopper_wgrad_fp8(*d, *a, sizes, grad, accumulate, num_sms=3),
+        lambda grad, accumulate: wgrad_fp8.hopper_wgrad_fp8(*d, *a, sizes, grad, accumulate, 3, pairs),
         lambda out: moe_kernels.grouped_wgrad_fp8(*d, *a, counts, out),
         counts,
     )

@@ -49,64 +49,94 @@ class Barrier:
 
 
 class Model:
-    """One program: tiles with the given numbers of steps, a ring of stages, a producer and consumers.
+    """One program: tiles with the given numbers of steps, a ring of stages, a producer and consumers, of each of `ctas`
+    multiprocessors that share rows.
 
-    in_flight: products that a consumer leaves unfinished when it goes on, 0 or 1.
+    in_flight: products that a consumer leaves unfinished when it goes on, 0 or 1. loaders: threads that gather rows,
+    each of which arrives when all its own copies have; 0: rows come in bulk, in a pair to both from the first.
     """
 
     def __init__(
-        self, tiles: list[int], stages: int, consumers: int, arrivals: int | None = None, in_flight: int = 0
-    ) -> None:
+        self, tiles: list[int], stages: int, consumers: int, arrivals: int | None = None, in_flight: int = 0,
+        ctas: int = 1, loaders: int = 0,
+    ) -> None:  # fmt: skip
         self.tiles, self.stages, self.consumers, self.in_flight = tiles, stages, consumers, in_flight
-        self.full = [Barrier(1) for _ in range(stages)]
-        self.empty = [Barrier(arrivals or consumers) for _ in range(stages)]
-        self.content = [[-1] * (consumers + 1) for _ in range(stages)]  # the step whose bytes each part holds
-        self.reads: list[list[int]] = [[] for _ in range(consumers)]
-        self.copies: list[tuple[int, int, int]] = []  # (stage, part, step) on their way
+        self.ctas, self.loaders = ctas, loaders
+        self.full = [[Barrier(1 + loaders) for _ in range(stages)] for _ in range(ctas)]
+        self.empty = [Barrier((arrivals or consumers) * ctas) for _ in range(stages)]  # the first one's
+        self.go = [[Barrier(1) for _ in range(stages)] for _ in range(ctas)]
+        self.held: dict[tuple[int, int, int, int], int] = {}  # by cta, stage, part, loader: the step whose bytes
+        self.reads: list[list[int]] = [[] for _ in range(ctas * consumers)]
+        self.copies: list[tuple[int, int, int, int, int]] = []  # on their way: cta, stage, part, loader, step
+        self.left: dict[tuple[int, int], int] = {}  # by loader and step: copies that have not landed
 
-    def producer(self) -> Waiting:
+    def producer(self, cta: int) -> Waiting:
         step = 0
         for steps in self.tiles:
             for _ in range(steps):
                 stage, parity = hopper.ring.fn(step, self.stages)
-                yield self.empty[stage], parity ^ 1
-                self.full[stage].expect(self.consumers + 1)
-                for part in range(self.consumers + 1):
-                    self.copies.append((stage, part, step))
+                yield from self.wait_until_read(cta, stage, parity)
+                weights = self.consumers  # the part after the last group's rows
+                self.full[cta][stage].expect(1 if self.loaders else weights + 1)
+                if cta == 0 and not self.loaders:
+                    for part in range(self.consumers):
+                        self.copies += [(other, stage, part, 0, step) for other in range(self.ctas)]
+                        yield None
+                self.copies.append((cta, stage, weights, 0, step))
+                for loader in range(self.loaders):
+                    self.left[loader, step] = self.consumers
+                    self.copies += [(cta, stage, part, loader, step) for part in range(self.consumers)]
                     yield None
                 step += 1
 
-    def consumer(self, part: int) -> Waiting:
+    def wait_until_read(self, cta: int, stage: int, parity: int) -> Waiting:
+        if cta == 0:
+            yield self.empty[stage], parity ^ 1
+        if self.ctas == 2:
+            if cta == 0:
+                for other in self.go:
+                    other[stage].arrive()
+                    yield None
+            yield self.go[cta][stage], parity
+
+    def consumer(self, cta: int, part: int) -> Waiting:
         step = 0
         for steps in self.tiles:
             products: list[tuple[int, int]] = []  # (stage, step) of those that read shared memory now
             for _ in range(steps):
                 stage, parity = hopper.ring.fn(step, self.stages)
-                yield self.full[stage], parity
+                yield self.full[cta][stage], parity
                 products.append((stage, step))
                 yield None
                 while len(products) > self.in_flight:
-                    self.finish(part, *products.pop(0))
+                    self.finish(cta, part, *products.pop(0))
                 step += 1
             for product in products:
                 yield None
-                self.finish(part, *product)
+                self.finish(cta, part, *product)
 
-    def finish(self, part: int, stage: int, step: int) -> None:
+    def finish(self, cta: int, part: int, stage: int, step: int) -> None:
         """A product has read its stage, which must hold that step's bytes still; others may have the stage."""
-        assert (self.content[stage][part], self.content[stage][-1]) == (step, step)
+        parts = [(part, loader) for loader in range(max(1, self.loaders))] + [(self.consumers, 0)]
+        assert all(self.held.get((cta, stage, *piece)) == step for piece in parts)
         self.empty[stage].arrive()
-        self.reads[part].append(step)
+        self.reads[cta * self.consumers + part].append(step)
 
     def land(self, choice: random.Random) -> None:
         """One copy arrives, in any order."""
-        stage, part, step = self.copies.pop(choice.randrange(len(self.copies)))
-        self.content[stage][part] = step
-        self.full[stage].complete(1)
+        cta, stage, part, loader, step = self.copies.pop(choice.randrange(len(self.copies)))
+        self.held[cta, stage, part, loader] = step
+        if part == self.consumers or not self.loaders:
+            self.full[cta][stage].complete(1)
+            return
+        self.left[loader, step] -= 1
+        if not self.left[loader, step]:
+            self.full[cta][stage].arrive()
 
     def run(self, seed: int) -> None:
         choice = random.Random(seed)
-        warps = [self.producer(), *(self.consumer(part) for part in range(self.consumers))]
+        warps = [self.producer(cta) for cta in range(self.ctas)]
+        warps += [self.consumer(cta, part) for cta in range(self.ctas) for part in range(self.consumers)]
         blocked: dict[int, tuple[Barrier, int] | None] = dict.fromkeys(range(len(warps)))
         while blocked:
             ready = [warp for warp, wait in blocked.items() if wait is None or wait[0].passes(wait[1])]
@@ -120,16 +150,51 @@ class Model:
                 blocked[action] = next(warps[action])
             except StopIteration:
                 del blocked[action]
-        assert self.reads == [list(range(sum(self.tiles)))] * self.consumers
+        assert self.reads == [list(range(sum(self.tiles)))] * (self.ctas * self.consumers)
 
 
 @pytest.mark.parametrize("tiles", [[3], [1, 0, 2], [7, 7, 5], [56, 0, 0, 3], []])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_order_ends_with_every_step_read_once(form: str, tiles: list[int]) -> None:
+@pytest.mark.parametrize("way", [{}, {"ctas": 2}, {"loaders": 3}], ids=["alone", "pair", "gather"])
+def test_every_order_ends_with_every_step_read_once(way: dict[str, int], form: str, tiles: list[int]) -> None:
     in_flight = 0 if "fp8" in form else 1
     for stages in (1 + in_flight, 2, FORMS[form].TILE.stages):
-        for seed in range(20):
-            Model(tiles, stages, FORMS[form].CONSUMERS, in_flight=in_flight).run(seed)
+        for seed in range(10 if way else 20):
+            Model(tiles, stages, FORMS[form].CONSUMERS, in_flight=in_flight, **way).run(seed)
+
+
+class NobodySaysGo(Model):
+    """A pair whose second producer does not wait for the first."""
+
+    def wait_until_read(self, cta: int, stage: int, parity: int) -> Waiting:
+        if cta == 0:
+            yield self.empty[stage], parity ^ 1
+
+
+class FirstAsksItsOwnGroups(Model):
+    """A pair whose first producer shares rows when its own groups have read the last ones; the other's may not have."""
+
+    def finish(self, cta: int, part: int, stage: int, step: int) -> None:
+        super().finish(cta, part, stage, step)
+        if cta == 0:
+            self.empty[stage].arrive()
+        else:
+            self.empty[stage].missing += 1
+
+
+@pytest.mark.parametrize("mistaken", [NobodySaysGo, FirstAsksItsOwnGroups])
+def test_the_model_sees_mistakes_of_a_pair(mistaken: type[Model]) -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            mistaken([7, 9], 4, 2, ctas=2).run(seed)
+
+
+def test_the_model_sees_a_loader_that_counts_for_all() -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            model = Model([7, 9], 4, 2, loaders=3)
+            model.full = [[Barrier(2) for _ in range(4)]]
+            model.run(seed)
 
 
 def test_the_model_sees_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +213,8 @@ def test_the_model_sees_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fails(1, 2, in_flight=1)  # the one stage is held by a product that the next step would finish
     finish = Model.finish
 
-    def early(self: Model, part: int, stage: int, step: int) -> None:
-        finish(self, part, hopper.ring.fn(step + 1, self.stages)[0], step)
+    def early(self: Model, cta: int, part: int, stage: int, step: int) -> None:
+        finish(self, cta, part, hopper.ring.fn(step + 1, self.stages)[0], step)
 
     monkeypatch.setattr(Model, "finish", early)
     assert fails(4, 2, in_flight=1)  # the stage given back is that of the product still in flight

@@ -95,9 +95,9 @@ def grouped_gemm(
     if not out.numel() or not depth:
         return out.zero_()
     a, stored = a.contiguous(), stored.contiguous()
-    form = hopper_form("gemm", a.device, grouped_gemm) if hopper and source is None else None
+    form = hopper_form("gemm", a.device, grouped_gemm) if hopper else None
     if form is not None and form.takes(a, b, by_column):
-        result: Tensor = form.hopper_gemm(a, stored, by_column, counts, num_sms)
+        result: Tensor = form.hopper_gemm(a, stored, by_column, counts, source, num_sms)
         return result
     tile = tile or choose(TILES, rows, groups)
     bound = (triton.cdiv(rows, tile.rows) + groups) * triton.cdiv(columns, tile.columns)  # at least the tiles there are

@@ -100,9 +100,9 @@ def grouped_gemm_fp8(
     if not out.numel() or not depth:
         return out.zero_()
     a, a_scale, b, b_scale = (x.contiguous() for x in (a, a_scale, b, b_scale))
-    form = hopper_form("gemm_fp8", a.device, grouped_gemm_fp8) if hopper and source is None else None
+    form = hopper_form("gemm_fp8", a.device, grouped_gemm_fp8) if hopper else None
     if form is not None:
-        result: Tensor = form.hopper_gemm_fp8(a, a_scale, b, b_scale, counts, dtype, num_sms)
+        result: Tensor = form.hopper_gemm_fp8(a, a_scale, b, b_scale, counts, source, dtype, num_sms)
         return result
     tile = tile or choose(TILES, rows, groups)
     bound = (triton.cdiv(rows, tile.rows) + groups) * triton.cdiv(columns, tile.columns)

@@ -15,23 +15,41 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
+    GATHER_REGISTERS,
+    GATHER_WARPS,
     GROUP_ROWS,
+    MULTICAST,
     TYPES,
+    barrier_layouts,
     count_tiles,
     descriptor_type,
     difference,
     find_tile,
+    gather_step,
+    grid,
+    launch_options,
+    load_shared_tile,
     load_tile,
+    paired,
     place_of,
     ring,
     shared_layout,
+    store_sources,
+    stored_layout,
+    sums_layout,
     variant,
+    wait_until_read,
 )
-from moe_kernels.device.tiles import SWIZZLE, device_counts, multiprocessors
+from moe_kernels.device.tiles import SWIZZLE, device_counts
 from moe_kernels.device.tuning import Tile, Variant
 
 CONSUMERS = 2
@@ -41,11 +59,14 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, a_ring, b_ring, full, empty, counts_ptr, rows, columns, depth, num_groups,
+    a_desc, a_ptr, source_ptr, b_desc, a_ring, b_ring, table, full, empty, go, counts_ptr,
+    rows, columns, depth, num_groups,
     CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, B_BY_COLUMN: gl.constexpr, SWIZZLE: gl.constexpr,
+    STAGES: gl.constexpr, B_BY_COLUMN: gl.constexpr, SWIZZLE: gl.constexpr, CTAS: gl.constexpr,
+    GATHER_WARPS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * GROUP_ROWS
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 128 bits a thread
     row_tiles = count_tiles(counts_ptr, num_groups, rows, ROWS)
     column_tiles = (columns + (COLUMNS - 1)) // COLUMNS
     depth_blocks = (depth + (DEPTH - 1)) // DEPTH
@@ -55,17 +76,24 @@ def _produce(
         group, first, end = find_tile(counts_ptr, num_groups, row_tile, rows, ROWS)
         steps = gl.where(group < num_groups, depth_blocks, 0)
         first_column = column_tile * COLUMNS
+        if GATHER_WARPS > 0:
+            store_sources(table, source_ptr, first, rows, copied, CONSUMERS, GROUP_ROWS)
         for k in range(steps):
             stage, parity = ring(step, STAGES)
-            mbarrier.wait(empty.index(stage), parity ^ 1)  # the first round finds every stage empty
-            mbarrier.expect(full.index(stage), (ROWS + COLUMNS) * DEPTH * 2)
-            for part in gl.static_range(CONSUMERS):
-                rows_at = first + part * GROUP_ROWS
-                load_tile(a_desc, [rows_at, k * DEPTH], full.index(stage), a_ring.index(stage * CONSUMERS + part))
+            wait_until_read(empty, go, stage, parity, CTAS)
+            if GATHER_WARPS > 0:
+                mbarrier.expect(full.index(stage), COLUMNS * DEPTH * 2)
+            else:
+                mbarrier.expect(full.index(stage), (ROWS + COLUMNS // CTAS) * DEPTH * 2)
+                for part in gl.static_range(CONSUMERS):
+                    load_shared_tile(a_desc, [first + part * GROUP_ROWS, k * DEPTH], full.index(stage),
+                                     a_ring.index(stage * CONSUMERS + part), CTAS)  # fmt: skip
             if B_BY_COLUMN:  # [e * columns, depth]; a tile may reach into the next group: those are not stored
                 load_tile(b_desc, [group * columns + first_column, k * DEPTH], full.index(stage), b_ring.index(stage))
             else:  # [e * depth, columns], depth in whole steps
                 load_tile(b_desc, [group * depth + k * DEPTH, first_column], full.index(stage), b_ring.index(stage))
+            if GATHER_WARPS > 0:
+                gather_step(table, a_ptr, a_ring, full, stage, k * DEPTH, depth, copied, CONSUMERS, GROUP_ROWS, DEPTH)
             step += 1
 
 
@@ -73,11 +101,12 @@ def _produce(
 def _consume(
     PART: gl.constexpr, a_ring, b_ring, full, empty, out_ptr, counts_ptr, rows, columns, depth, num_groups,
     CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, B_BY_COLUMN: gl.constexpr, SWIZZLE: gl.constexpr,
+    STAGES: gl.constexpr, B_BY_COLUMN: gl.constexpr, SWIZZLE: gl.constexpr, CTAS: gl.constexpr,
+    GATHER_WARPS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * GROUP_ROWS
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])  # 128 bits a thread
+    sums: gl.constexpr = sums_layout(COLUMNS, 16, CTAS)
+    stored: gl.constexpr = stored_layout(1, CTAS)
     row_tiles = count_tiles(counts_ptr, num_groups, rows, ROWS)
     column_tiles = (columns + (COLUMNS - 1)) // COLUMNS
     depth_blocks = (depth + (DEPTH - 1)) // DEPTH
@@ -92,6 +121,8 @@ def _consume(
             for k in range(steps):
                 stage, parity = ring(step, STAGES)
                 mbarrier.wait(full.index(stage), parity)
+                if GATHER_WARPS > 0:
+                    fence_async_shared()  # the copies are ordinary writes, which tensor cores would not see else
                 b = b_ring.index(stage)
                 if B_BY_COLUMN:
                     b = b.permute((1, 0))
@@ -111,30 +142,39 @@ def _consume(
 
 @gluon.jit
 def _hopper_gemm_kernel(
-    a_desc, b_desc, out_ptr, counts_ptr, rows, columns, depth, num_groups,
+    a_desc, a_ptr, source_ptr, b_desc, out_ptr, counts_ptr, rows, columns, depth, num_groups,
     GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     B_BY_COLUMN: gl.constexpr, SWIZZLE: gl.constexpr,
+    CTAS: gl.constexpr, EACH: gl.constexpr, FIRST: gl.constexpr, GATHER_WARPS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     B_ROWS: gl.constexpr = COLUMNS if B_BY_COLUMN else DEPTH
     B_COLUMNS: gl.constexpr = DEPTH if B_BY_COLUMN else COLUMNS
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, GROUP_ROWS, DEPTH], a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, B_ROWS, B_COLUMNS], b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
+    go, table = empty, empty
+    if CTAS == 2:
+        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    if GATHER_WARPS > 0:
+        table = gl.allocate_shared_memory(gl.int32, [2, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(full.index(stage), count=1 + 32 * GATHER_WARPS)
+        mbarrier.init(empty.index(stage), count=2)  # of each multiprocessor
+        if CTAS == 2:
+            mbarrier.init(go.index(stage), count=1)
     gl.warp_specialize(
         [
             (_consume, (0, a_ring, b_ring, full, empty, out_ptr, counts_ptr, rows, columns, depth, num_groups,
-                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, B_BY_COLUMN, SWIZZLE)),
+                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, B_BY_COLUMN, SWIZZLE, CTAS, GATHER_WARPS)),
             (_consume, (1, a_ring, b_ring, full, empty, out_ptr, counts_ptr, rows, columns, depth, num_groups,
-                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, B_BY_COLUMN, SWIZZLE)),
-            (_produce, (a_desc, b_desc, a_ring, b_ring, full, empty, counts_ptr, rows, columns, depth, num_groups,
-                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, B_BY_COLUMN, SWIZZLE)),
+                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, B_BY_COLUMN, SWIZZLE, CTAS, GATHER_WARPS)),
+            (_produce, (a_desc, a_ptr, source_ptr, b_desc, a_ring, b_ring, table, full, empty, go, counts_ptr,
+                        rows, columns, depth, num_groups,
+                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, B_BY_COLUMN, SWIZZLE, CTAS, GATHER_WARPS)),
         ],
-        [4, 1],
+        [4, GATHER_WARPS if GATHER_WARPS > 0 else 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
@@ -145,62 +185,84 @@ def takes(a: Tensor, b: Tensor, by_column: bool) -> bool:
 
 
 def hopper_gemm(
-    a: Tensor, stored: Tensor, by_column: bool, counts: Sequence[int] | Tensor, num_sms: int | None
+    a: Tensor,
+    stored: Tensor,
+    by_column: bool,
+    counts: Sequence[int] | Tensor,
+    source: Tensor | None,
+    num_sms: int | None,
+    pairs: bool | None = None,
 ) -> Tensor:
-    """`reference.grouped_gemm` without a gather, on sm_90; operands checked, contiguous, not empty.
+    """`reference.grouped_gemm` on sm_90; operands checked, contiguous, not empty.
 
     stored: b in the order of its memory, [e, columns, depth] where `by_column`, else [e, depth, columns].
+    pairs: whether multiprocessors share rows in pairs; None: where that fits and rows are not gathered.
     """
-    rows, groups, columns = a.shape[0], stored.shape[0], stored.shape[1 if by_column else 2]
+    rows, gathers = a.shape[0] if source is None else source.shape[0], source is not None
+    groups, columns = stored.shape[0], stored.shape[1 if by_column else 2]
     out = torch.empty(rows, columns, dtype=a.dtype, device=a.device)
-    tiles = (triton.cdiv(rows, TILE.rows) + groups) * triton.cdiv(columns, TILE.columns)  # at least those there are
-    a_block, b_block, dtype = [GROUP_ROWS, TILE.depth], _b_block(by_column), TYPES[a.dtype]
-    _hopper_gemm_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
-        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, dtype)),
-        TensorDescriptor.from_tensor(stored.flatten(0, 1), b_block, shared_layout(b_block, dtype)),
+    ctas = 2 if not gathers and (paired(columns, TILE, num_sms) if pairs is None else pairs) else 1
+    a_block, a_cut, b_block, b_cut = _blocks(by_column, ctas)
+    dtype = TYPES[a.dtype]
+    tiles = (triton.cdiv(rows, TILE.rows) + groups) * triton.cdiv(columns, ctas * TILE.columns)  # at least those there
+    _hopper_gemm_kernel[grid(tiles, ctas, num_sms, a.device)](
+        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, dtype, a_cut)), a, source,
+        TensorDescriptor.from_tensor(stored.flatten(0, 1), b_block, shared_layout(b_block, dtype, b_cut)),
         out, device_counts(counts, a.device, groups), rows, columns, a.shape[1], groups,
-        **_constants(by_column), num_warps=TILE.warps,
+        **_constants(by_column, ctas, gathers), **launch_options(TILE, ctas),
     )  # fmt: skip
     return out
 
 
 def compare(device: torch.device, plain: Callable[..., Tensor]) -> float:
-    """For `forms.hopper_form`: both forms, forward and input gradient, groups of all kinds."""
+    """For `forms.hopper_form`: forward and input gradient, groups of all kinds, in each way of loading."""
     generator = torch.Generator(device).manual_seed(0)
     counts = torch.tensor([0, 1, 200, 64, 0, 385], device=device)
+    source = torch.randperm(650 + 9, generator=generator, device=device)
     worst = 0.0
     for by_column, depth in ((True, 400), (False, 384)):
         a = torch.randn(650 + 9, depth, generator=generator, device=device).bfloat16()
         stored = torch.randn(6, *((272, depth) if by_column else (depth, 272)), generator=generator, device=device)
         stored = stored.bfloat16()
-        expected = plain(a, stored.transpose(1, 2) if by_column else stored, counts)
-        result = hopper_gemm(a, stored, by_column, counts, num_sms=3)
-        worst = max(worst, float("inf") if result[650:].any() else difference(result, expected))
+        for taken, pairs in [(None, False), (source, False)] + [(None, True)] * MULTICAST:
+            expected = plain(a, stored.transpose(1, 2) if by_column else stored, counts, taken)
+            result = hopper_gemm(a, stored, by_column, counts, taken, 3, pairs)
+            worst = max(worst, float("inf") if result[650:].any() else difference(result, expected))
     return worst
 
 
-def _b_block(by_column: bool) -> list[int]:
-    return [TILE.columns, TILE.depth] if by_column else [TILE.depth, TILE.columns]
+def _blocks(by_column: bool, ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
+    """Of both operands the block of a copy, and how a pair shares it: all rows, its own columns."""
+    columns = ctas * TILE.columns
+    block, cut = ([columns, TILE.depth], [1, 0]) if by_column else ([TILE.depth, columns], [0, 1])
+    return [GROUP_ROWS, TILE.depth], [0, 0] if ctas == 2 else None, block, cut if ctas == 2 else None
 
 
 def variants() -> list[Variant]:
-    """Both forms, for `aot`."""
-    return [_variant(by_column) for by_column in (True, False)]
+    """Forward and input gradient in each way to load, for `aot`."""
+    ways = [(1, False), (1, True)] + [(2, False)] * MULTICAST
+    return [_variant(by_column, *way) for by_column in (True, False) for way in ways]
 
 
-def _variant(by_column: bool) -> Variant:
+def _variant(by_column: bool, ctas: int, gathers: bool) -> Variant:
+    a_block, a_cut, b_block, b_cut = _blocks(by_column, ctas)
     arguments = {
-        "a_desc": descriptor_type([GROUP_ROWS, TILE.depth], gl.bfloat16),
-        "b_desc": descriptor_type(_b_block(by_column), gl.bfloat16),
+        "a_desc": descriptor_type(a_block, gl.bfloat16, a_cut), "a_ptr": "*bf16",
+        "source_ptr": "*i64" if gathers else "constexpr",
+        "b_desc": descriptor_type(b_block, gl.bfloat16, b_cut),
         "out_ptr": "*bf16", "counts_ptr": "*i32", "rows": "i32", "columns": "i32", "depth": "i32", "num_groups": "i32",
     }  # fmt: skip
-    name = f"hopper_gemm {'fprop' if by_column else 'dgrad'}"
-    return variant(name, _hopper_gemm_kernel, TILE, CONSUMERS, 2, arguments, _constants(by_column))
+    way = " gather" if gathers else " pair" if ctas == 2 else ""
+    name = f"hopper_gemm {'fprop' if by_column else 'dgrad'}{way}"
+    constants = _constants(by_column, ctas, gathers) | ({} if gathers else {"source_ptr": None})
+    return variant(name, _hopper_gemm_kernel, TILE, CONSUMERS, 2, arguments, constants, ctas)
 
 
-def _constants(by_column: bool) -> dict[str, Any]:
+def _constants(by_column: bool, ctas: int, gathers: bool) -> dict[str, Any]:
     return {
-        "GROUP_ROWS": GROUP_ROWS, "COLUMNS": TILE.columns, "DEPTH": TILE.depth, "STAGES": TILE.stages,
+        "GROUP_ROWS": GROUP_ROWS, "COLUMNS": ctas * TILE.columns, "DEPTH": TILE.depth, "STAGES": TILE.stages,
         "B_BY_COLUMN": by_column, "SWIZZLE": SWIZZLE,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        **barrier_layouts(ctas), "GATHER_WARPS": GATHER_WARPS if gathers else 0,
+        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": GATHER_REGISTERS if gathers else PRODUCER_REGISTERS,
     }  # fmt: skip

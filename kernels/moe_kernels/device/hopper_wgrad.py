@@ -19,17 +19,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
     GROUP_ROWS,
+    MULTICAST,
     TYPES,
+    barrier_layouts,
     descriptor_type,
     difference,
+    grid,
     group_rows,
+    launch_options,
+    load_shared_tile,
     load_tile,
+    paired,
     ring,
     shared_layout,
+    sums_layout,
     variant,
+    wait_until_read,
 )
 from moe_kernels.device.tails import tails
-from moe_kernels.device.tiles import device_counts, multiprocessors
+from moe_kernels.device.tiles import device_counts
 from moe_kernels.device.tuning import Tile, Variant
 
 CONSUMERS = 2
@@ -39,19 +47,19 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 @gluon.jit
 def _load_step(d_desc, a_desc, d_ring, a_ring, full, stage, row, first_row, first_column,
-               CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr):  # fmt: skip
+               CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, CTAS: gl.constexpr):  # fmt: skip
     for part in gl.static_range(CONSUMERS):
-        rows_at = first_row + part * GROUP_ROWS
-        load_tile(d_desc, [row, rows_at], full.index(stage), d_ring.index(stage * CONSUMERS + part))
+        load_shared_tile(d_desc, [row, first_row + part * GROUP_ROWS], full.index(stage),
+                         d_ring.index(stage * CONSUMERS + part), CTAS)  # fmt: skip
     load_tile(a_desc, [row, first_column], full.index(stage), a_ring.index(stage))
 
 
 @gluon.jit
 def _produce(
-    d_desc, a_desc, d_tail_desc, a_tail_desc, d_ring, a_ring, full, empty, counts_ptr,
+    d_desc, a_desc, d_tail_desc, a_tail_desc, d_ring, a_ring, full, empty, go, counts_ptr,
     d_columns, a_columns, num_groups,
     CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * GROUP_ROWS
     row_tiles, column_tiles = (d_columns + (ROWS - 1)) // ROWS, (a_columns + (COLUMNS - 1)) // COLUMNS
@@ -62,27 +70,27 @@ def _produce(
         start, count = group_rows(counts_ptr, group)
         for k in range(0, count, DEPTH):
             stage, parity = ring(step, STAGES)
-            mbarrier.wait(empty.index(stage), parity ^ 1)  # the first round finds every stage empty
-            mbarrier.expect(full.index(stage), (ROWS + COLUMNS) * DEPTH * 2)
+            wait_until_read(empty, go, stage, parity, CTAS)
+            mbarrier.expect(full.index(stage), (ROWS + COLUMNS // CTAS) * DEPTH * 2)
             if k + DEPTH <= count:
                 _load_step(d_desc, a_desc, d_ring, a_ring, full, stage, start + k, first_row, first_column,
-                           CONSUMERS, GROUP_ROWS)  # fmt: skip
+                           CONSUMERS, GROUP_ROWS, CTAS)  # fmt: skip
             else:
                 _load_step(d_tail_desc, a_tail_desc, d_ring, a_ring, full, stage, group * DEPTH, first_row,
-                           first_column, CONSUMERS, GROUP_ROWS)  # fmt: skip
+                           first_column, CONSUMERS, GROUP_ROWS, CTAS)  # fmt: skip
             step += 1
 
 
 @gluon.jit
 def _add_half(out_ptr, half, first_row, first_column, d_columns, a_columns,
-              GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
-    """Store a part of the sums [GROUP_ROWS, COLUMNS], or add it to what is there."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
-    half = gl.convert_layout(half, layout)
+              GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, ACCUMULATE: gl.constexpr,
+              CTAS: gl.constexpr):  # fmt: skip
+    """Store a half [GROUP_ROWS, CTAS, COLUMNS] of the columns of each multiprocessor, or add it to what is there."""
+    layout: gl.constexpr = sums_layout(CTAS * COLUMNS, 16, CTAS)
+    half = gl.convert_layout(half.reshape([GROUP_ROWS, CTAS * COLUMNS]), layout)
     row = first_row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
-    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    column = gl.arange(0, CTAS * COLUMNS, layout=gl.SliceLayout(0, layout))
+    column += first_column + column // COLUMNS * COLUMNS  # the other halves lie between
     place = out_ptr + row.to(gl.int64)[:, None] * a_columns + column[None, :]
     inside = (row < d_columns)[:, None] & (column < a_columns)[None, :]
     if ACCUMULATE:
@@ -94,10 +102,11 @@ def _add_half(out_ptr, half, first_row, first_column, d_columns, a_columns,
 def _consume(
     PART: gl.constexpr, d_ring, a_ring, full, empty, out_ptr, counts_ptr, d_columns, a_columns, num_groups,
     CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
+    STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * GROUP_ROWS
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    HALF: gl.constexpr = COLUMNS // CTAS // 2
+    sums: gl.constexpr = sums_layout(COLUMNS, 16, CTAS)
     row_tiles, column_tiles = (d_columns + (ROWS - 1)) // ROWS, (a_columns + (COLUMNS - 1)) // COLUMNS
     step = 0
     for index in range(gl.program_id(0), num_groups * row_tiles * column_tiles, gl.num_programs(0)):
@@ -120,34 +129,39 @@ def _consume(
             mbarrier.arrive(empty.index(held), count=1)
         if (count > 0) | (not ACCUMULATE):
             out = out_ptr + group.to(gl.int64) * d_columns * a_columns
-            halves = total.reshape([GROUP_ROWS, 2, COLUMNS // 2]).permute(0, 2, 1)
-            left, right = gl.split(halves)
-            _add_half(out, left, first_row, first_column, d_columns, a_columns, GROUP_ROWS, COLUMNS // 2, ACCUMULATE)
-            _add_half(out, right, first_row, first_column + COLUMNS // 2, d_columns, a_columns,
-                      GROUP_ROWS, COLUMNS // 2, ACCUMULATE)  # fmt: skip
+            left, right = gl.split(total.reshape([GROUP_ROWS, CTAS, 2, HALF]).permute(0, 1, 3, 2))
+            _add_half(out, left, first_row, first_column, d_columns, a_columns, GROUP_ROWS, HALF, ACCUMULATE, CTAS)
+            _add_half(out, right, first_row, first_column + HALF, d_columns, a_columns,
+                      GROUP_ROWS, HALF, ACCUMULATE, CTAS)  # fmt: skip
 
 
 @gluon.jit
 def _hopper_wgrad_kernel(
     d_desc, a_desc, d_tail_desc, a_tail_desc, out_ptr, counts_ptr, d_columns, a_columns, num_groups,
     GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    ACCUMULATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr, CTAS: gl.constexpr, EACH: gl.constexpr, FIRST: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     d_ring = gl.allocate_shared_memory(d_desc.dtype, [STAGES * 2, DEPTH, GROUP_ROWS], d_desc.layout)
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, DEPTH, COLUMNS], a_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
+    go = empty
+    if CTAS == 2:
+        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)  # of each multiprocessor
+        if CTAS == 2:
+            mbarrier.init(go.index(stage), count=1)
     gl.warp_specialize(
         [
             (_consume, (0, d_ring, a_ring, full, empty, out_ptr, counts_ptr, d_columns, a_columns, num_groups,
-                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, ACCUMULATE)),
+                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, ACCUMULATE, CTAS)),
             (_consume, (1, d_ring, a_ring, full, empty, out_ptr, counts_ptr, d_columns, a_columns, num_groups,
-                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, ACCUMULATE)),
-            (_produce, (d_desc, a_desc, d_tail_desc, a_tail_desc, d_ring, a_ring, full, empty, counts_ptr,
-                        d_columns, a_columns, num_groups, 2, GROUP_ROWS, COLUMNS, DEPTH, STAGES)),
+                        2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, ACCUMULATE, CTAS)),
+            (_produce, (d_desc, a_desc, d_tail_desc, a_tail_desc, d_ring, a_ring, full, empty, go, counts_ptr,
+                        d_columns, a_columns, num_groups, 2, GROUP_ROWS, COLUMNS, DEPTH, STAGES, CTAS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -155,20 +169,31 @@ def _hopper_wgrad_kernel(
 
 
 def hopper_wgrad(
-    d_out: Tensor, a: Tensor, counts: Sequence[int] | Tensor, grad: Tensor, accumulate: bool, num_sms: int | None
+    d_out: Tensor,
+    a: Tensor,
+    counts: Sequence[int] | Tensor,
+    grad: Tensor,
+    accumulate: bool,
+    num_sms: int | None,
+    pairs: bool | None = None,
 ) -> Tensor:
-    """`reference.grouped_wgrad` into `grad`, on sm_90; operands checked, contiguous and not empty."""
+    """`reference.grouped_wgrad` into `grad`, on sm_90; operands checked, contiguous and not empty.
+
+    pairs: whether multiprocessors share columns of `d_out` in pairs; None: where that fits.
+    """
     groups, d_columns, a_columns = grad.shape
     sizes = device_counts(counts, a.device, groups)
-    d_block, a_block, dtype = [TILE.depth, GROUP_ROWS], [TILE.depth, TILE.columns], TYPES[a.dtype]
-    d_layout, a_layout = shared_layout(d_block, dtype), shared_layout(a_block, dtype)
-    tiles = groups * triton.cdiv(d_columns, TILE.rows) * triton.cdiv(a_columns, TILE.columns)
-    _hopper_wgrad_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
+    ctas = 2 if (paired(a_columns, TILE, num_sms) if pairs is None else pairs) else 1
+    (d_block, d_cut, a_block, a_cut), dtype = _blocks(ctas), TYPES[a.dtype]
+    d_layout, a_layout = shared_layout(d_block, dtype, d_cut), shared_layout(a_block, dtype, a_cut)
+    tiles = groups * triton.cdiv(d_columns, TILE.rows) * triton.cdiv(a_columns, a_block[1])
+    _hopper_wgrad_kernel[grid(tiles, ctas, num_sms, a.device)](
         TensorDescriptor.from_tensor(d_out, d_block, d_layout),
         TensorDescriptor.from_tensor(a, a_block, a_layout),
         TensorDescriptor.from_tensor(tails(d_out, sizes, TILE.depth), d_block, d_layout),
         TensorDescriptor.from_tensor(tails(a, sizes, TILE.depth), a_block, a_layout),
-        grad, sizes, d_columns, a_columns, groups, **_constants(accumulate), num_warps=TILE.warps,
+        grad, sizes, d_columns, a_columns, groups, **_constants(accumulate, ctas),
+        **launch_options(TILE, ctas),
     )  # fmt: skip
     return grad
 
@@ -184,30 +209,37 @@ def compare(device: torch.device, plain: Callable[..., Tensor]) -> float:
     worst = 0.0
     for accumulate in (False, True):
         expected = plain(d, a, counts, out=before.clone() if accumulate else None)
-        grad = before.clone() if accumulate else torch.full_like(before, float("nan"))
-        worst = max(worst, difference(hopper_wgrad(d, a, counts, grad, accumulate, num_sms=3), expected))
+        for pairs in [False] + [True] * MULTICAST:
+            grad = before.clone() if accumulate else torch.full_like(before, float("nan"))
+            worst = max(worst, difference(hopper_wgrad(d, a, counts, grad, accumulate, 3, pairs), expected))
     return worst
 
 
 def variants() -> list[Variant]:
-    """Both forms, for `aot`."""
-    return [_variant(accumulate) for accumulate in (True, False)]
+    """Alone and added, by one and by pairs, for `aot`."""
+    return [_variant(accumulate, ctas) for accumulate in (True, False) for ctas in [1] + [2] * MULTICAST]
 
 
-def _variant(accumulate: bool) -> Variant:
-    d_type = descriptor_type([TILE.depth, GROUP_ROWS], gl.bfloat16)
-    a_type = descriptor_type([TILE.depth, TILE.columns], gl.bfloat16)
+def _blocks(ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
+    """Of both operands the block of a copy, and how a pair shares it: all columns of d, its own of a."""
+    cuts = ([0, 0], [0, 1]) if ctas == 2 else (None, None)
+    return [TILE.depth, GROUP_ROWS], cuts[0], [TILE.depth, ctas * TILE.columns], cuts[1]
+
+
+def _variant(accumulate: bool, ctas: int) -> Variant:
+    d_block, d_cut, a_block, a_cut = _blocks(ctas)
+    d_type, a_type = descriptor_type(d_block, gl.bfloat16, d_cut), descriptor_type(a_block, gl.bfloat16, a_cut)
     arguments = {
         "d_desc": d_type, "a_desc": a_type, "d_tail_desc": d_type, "a_tail_desc": a_type,
         "out_ptr": "*fp32", "counts_ptr": "*i32", "d_columns": "i32", "a_columns": "i32", "num_groups": "i32",
     }  # fmt: skip
-    name = f"hopper_wgrad{' accumulate' if accumulate else ''}"
-    return variant(name, _hopper_wgrad_kernel, TILE, CONSUMERS, 2, arguments, _constants(accumulate))
+    name = f"hopper_wgrad{' accumulate' if accumulate else ''}{' pair' if ctas == 2 else ''}"
+    return variant(name, _hopper_wgrad_kernel, TILE, CONSUMERS, 2, arguments, _constants(accumulate, ctas), ctas)
 
 
-def _constants(accumulate: bool) -> dict[str, Any]:
+def _constants(accumulate: bool, ctas: int) -> dict[str, Any]:
     return {
-        "GROUP_ROWS": GROUP_ROWS, "COLUMNS": TILE.columns, "DEPTH": TILE.depth, "STAGES": TILE.stages,
-        "ACCUMULATE": accumulate,
+        "GROUP_ROWS": GROUP_ROWS, "COLUMNS": ctas * TILE.columns, "DEPTH": TILE.depth, "STAGES": TILE.stages,
+        "ACCUMULATE": accumulate, **barrier_layouts(ctas),
         "CONSUMER_REGISTERS": CONSUMER_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }  # fmt: skip

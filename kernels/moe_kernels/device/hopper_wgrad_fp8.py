@@ -20,15 +20,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
     GROUP_ROWS,
+    MULTICAST,
+    barrier_layouts,
     descriptor_type,
     difference,
+    grid,
     group_tiles,
+    launch_options,
+    load_shared_tile,
     load_tile,
+    paired,
     ring,
     shared_layout,
+    sums_layout,
     variant,
+    wait_until_read,
 )
-from moe_kernels.device.tiles import device_counts, multiprocessors
+from moe_kernels.device.tiles import device_counts
 from moe_kernels.device.tuning import Tile, Variant
 from moe_kernels.fp8_format import BLOCK, CODE, blocks, padded_rows
 
@@ -39,8 +47,9 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 24
 
 @gluon.jit
 def _produce(
-    d_desc, a_desc, d_ring, a_ring, full, empty, counts_ptr, d_rows, a_rows, num_groups,
+    d_desc, a_desc, d_ring, a_ring, full, empty, go, counts_ptr, d_rows, a_rows, num_groups,
     CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    CTAS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * GROUP_ROWS
     row_tiles, column_tiles = (d_rows + (ROWS - 1)) // ROWS, (a_rows + (COLUMNS - 1)) // COLUMNS
@@ -51,11 +60,11 @@ def _produce(
         start, steps = group_tiles(counts_ptr, group, 128)
         for k in range(start, start + steps):
             stage, parity = ring(step, STAGES)
-            mbarrier.wait(empty.index(stage), parity ^ 1)  # the first round finds every stage empty
-            mbarrier.expect(full.index(stage), (ROWS + COLUMNS) * 128)
+            wait_until_read(empty, go, stage, parity, CTAS)
+            mbarrier.expect(full.index(stage), (ROWS + COLUMNS // CTAS) * 128)
             for part in gl.static_range(CONSUMERS):
-                rows_at = first_row + part * GROUP_ROWS
-                load_tile(d_desc, [rows_at, k * 128], full.index(stage), d_ring.index(stage * CONSUMERS + part))
+                load_shared_tile(d_desc, [first_row + part * GROUP_ROWS, k * 128], full.index(stage),
+                                 d_ring.index(stage * CONSUMERS + part), CTAS)  # fmt: skip
             load_tile(a_desc, [first_column, k * 128], full.index(stage), a_ring.index(stage))
             step += 1
 
@@ -65,10 +74,10 @@ def _consume(
     PART: gl.constexpr, d_ring, a_ring, full, empty, d_scale_ptr, a_scale_ptr, out_ptr, counts_ptr,
     d_rows, a_rows, num_groups,
     CONSUMERS: gl.constexpr, GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    ACCUMULATE: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * GROUP_ROWS
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 32])
+    sums: gl.constexpr = sums_layout(COLUMNS, 32, CTAS)
     row_tiles, column_tiles = (d_rows + (ROWS - 1)) // ROWS, (a_rows + (COLUMNS - 1)) // COLUMNS
     d_width, a_width = (d_rows + 127) // 128 * 128, (a_rows + 127) // 128 * 128  # of the scales: whole blocks
     step = 0
@@ -106,23 +115,29 @@ def _consume(
 def _hopper_wgrad_fp8_kernel(
     d_desc, d_scale_ptr, a_desc, a_scale_ptr, out_ptr, counts_ptr, d_rows, a_rows, num_groups,
     GROUP_ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
+    CTAS: gl.constexpr, EACH: gl.constexpr, FIRST: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     d_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, GROUP_ROWS, 128], d_desc.layout)
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 128], a_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
+    go = empty
+    if CTAS == 2:
+        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)  # of each multiprocessor
+        if CTAS == 2:
+            mbarrier.init(go.index(stage), count=1)
     gl.warp_specialize(
         [
             (_consume, (0, d_ring, a_ring, full, empty, d_scale_ptr, a_scale_ptr, out_ptr, counts_ptr,
-                        d_rows, a_rows, num_groups, 2, GROUP_ROWS, COLUMNS, STAGES, ACCUMULATE)),
+                        d_rows, a_rows, num_groups, 2, GROUP_ROWS, COLUMNS, STAGES, ACCUMULATE, CTAS)),
             (_consume, (1, d_ring, a_ring, full, empty, d_scale_ptr, a_scale_ptr, out_ptr, counts_ptr,
-                        d_rows, a_rows, num_groups, 2, GROUP_ROWS, COLUMNS, STAGES, ACCUMULATE)),
-            (_produce, (d_desc, a_desc, d_ring, a_ring, full, empty, counts_ptr,
-                        d_rows, a_rows, num_groups, 2, GROUP_ROWS, COLUMNS, STAGES)),
+                        d_rows, a_rows, num_groups, 2, GROUP_ROWS, COLUMNS, STAGES, ACCUMULATE, CTAS)),
+            (_produce, (d_desc, a_desc, d_ring, a_ring, full, empty, go, counts_ptr,
+                        d_rows, a_rows, num_groups, 2, GROUP_ROWS, COLUMNS, STAGES, CTAS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -138,16 +153,21 @@ def hopper_wgrad_fp8(
     grad: Tensor,
     accumulate: bool,
     num_sms: int | None,
+    pairs: bool | None = None,
 ) -> Tensor:
-    """`reference.grouped_wgrad_fp8` into `grad`, on sm_90; operands checked, contiguous and not empty."""
+    """`reference.grouped_wgrad_fp8` into `grad`, on sm_90; operands checked, contiguous and not empty.
+
+    pairs: whether multiprocessors share rows of `d_out` in pairs, for an even number of tiles; None: where that fits.
+    """
     groups, d_rows, a_rows = grad.shape
-    d_block, a_block = [GROUP_ROWS, BLOCK], [TILE.columns, BLOCK]
-    tiles = groups * triton.cdiv(d_rows, TILE.rows) * triton.cdiv(a_rows, TILE.columns)
-    _hopper_wgrad_fp8_kernel[(min(tiles, num_sms or multiprocessors(a.device)),)](
-        TensorDescriptor.from_tensor(d_out, d_block, shared_layout(d_block, gl.float8e4nv)), d_out_scale,
-        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, gl.float8e4nv)), a_scale,
+    ctas = 2 if (paired(a_rows, TILE, num_sms) if pairs is None else pairs) else 1
+    d_block, d_cut, a_block, a_cut = _blocks(ctas)
+    tiles = groups * triton.cdiv(d_rows, TILE.rows) * triton.cdiv(a_rows, a_block[0])
+    _hopper_wgrad_fp8_kernel[grid(tiles, ctas, num_sms, a.device)](
+        TensorDescriptor.from_tensor(d_out, d_block, shared_layout(d_block, gl.float8e4nv, d_cut)), d_out_scale,
+        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, gl.float8e4nv, a_cut)), a_scale,
         grad, device_counts(counts, a.device, groups), d_rows, a_rows, groups,
-        **_constants(accumulate), num_warps=TILE.warps,
+        **_constants(accumulate, ctas), **launch_options(TILE, ctas),
     )  # fmt: skip
     return grad
 
@@ -169,28 +189,37 @@ def compare(device: torch.device, plain: Callable[..., Tensor]) -> float:
     operands, worst = (d, d_scale, a, a_scale, counts), 0.0
     for accumulate in (False, True):
         expected = plain(*operands, out=before.clone() if accumulate else None)
-        grad = before.clone() if accumulate else torch.full_like(before, float("nan"))
-        worst = max(worst, difference(hopper_wgrad_fp8(*operands, grad, accumulate, num_sms=3), expected))
+        for pairs in [False] + [True] * MULTICAST:
+            grad = before.clone() if accumulate else torch.full_like(before, float("nan"))
+            worst = max(worst, difference(hopper_wgrad_fp8(*operands, grad, accumulate, 3, pairs), expected))
     return worst
 
 
 def variants() -> list[Variant]:
-    """Both forms, for `aot`."""
-    return [_variant(accumulate) for accumulate in (True, False)]
+    """Alone and added, by one and by pairs, for `aot`."""
+    return [_variant(accumulate, ctas) for accumulate in (True, False) for ctas in [1] + [2] * MULTICAST]
 
 
-def _variant(accumulate: bool) -> Variant:
+def _blocks(ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
+    """Of both operands the block of a copy, and how a pair shares it: all rows of d, its own of a."""
+    cuts = ([0, 0], [1, 0]) if ctas == 2 else (None, None)
+    return [GROUP_ROWS, BLOCK], cuts[0], [ctas * TILE.columns, BLOCK], cuts[1]
+
+
+def _variant(accumulate: bool, ctas: int) -> Variant:
+    d_block, d_cut, a_block, a_cut = _blocks(ctas)
     arguments = {
-        "d_desc": descriptor_type([GROUP_ROWS, BLOCK], gl.float8e4nv), "d_scale_ptr": "*fp32",
-        "a_desc": descriptor_type([TILE.columns, BLOCK], gl.float8e4nv), "a_scale_ptr": "*fp32",
+        "d_desc": descriptor_type(d_block, gl.float8e4nv, d_cut), "d_scale_ptr": "*fp32",
+        "a_desc": descriptor_type(a_block, gl.float8e4nv, a_cut), "a_scale_ptr": "*fp32",
         "out_ptr": "*fp32", "counts_ptr": "*i32", "d_rows": "i32", "a_rows": "i32", "num_groups": "i32",
     }  # fmt: skip
-    name = f"hopper_wgrad_fp8{' accumulate' if accumulate else ''}"
-    return variant(name, _hopper_wgrad_fp8_kernel, TILE, CONSUMERS, 1, arguments, _constants(accumulate))
+    name = f"hopper_wgrad_fp8{' accumulate' if accumulate else ''}{' pair' if ctas == 2 else ''}"
+    return variant(name, _hopper_wgrad_fp8_kernel, TILE, CONSUMERS, 1, arguments, _constants(accumulate, ctas), ctas)
 
 
-def _constants(accumulate: bool) -> dict[str, Any]:
+def _constants(accumulate: bool, ctas: int) -> dict[str, Any]:
     return {
-        "GROUP_ROWS": GROUP_ROWS, "COLUMNS": TILE.columns, "STAGES": TILE.stages, "ACCUMULATE": accumulate,
+        "GROUP_ROWS": GROUP_ROWS, "COLUMNS": ctas * TILE.columns, "STAGES": TILE.stages, "ACCUMULATE": accumulate,
+        **barrier_layouts(ctas),
         "CONSUMER_REGISTERS": CONSUMER_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }  # fmt: skip

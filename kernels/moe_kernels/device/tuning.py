@@ -49,3 +49,4 @@ class Variant:
     consumers: int = 0  # warp groups that multiply, in a kernel whose warps have roles; 0: all warps do everything
     element_bytes: int = 0  # of a product's operands
     hopper_only: bool = False
+    ctas: int = 1  # multiprocessors that share the rows of a tile side by side, each with a tile of its own
