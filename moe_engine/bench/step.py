@@ -6,7 +6,8 @@ The peak of memory is that of a process that runs one candidate alone.
 
 What a step costs depends on how its tokens spread over experts and ranks, so the engine runs with the choices of its
 router (`moe_engine`) and beside that with others (`moe_engine balanced`, see `config.routing`), and their loads are
-told. In another routing it computes another function: its loads are checked then, not its loss.
+told. In another routing it computes another function: its loads are checked then, not its loss. `bench.precisions` adds
+the engine in other recipes (`moe_engine fp8`), against the same truth.
 
 MFU is model FLOPs (`planner.flops`, convention `nvidia`: the causal half of attention, nothing recomputed) over the
 matrix rate that this case's ranks and threads reach together in a measurement just before, in the faster of the
@@ -21,7 +22,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from moe_engine.bench.routing import ENGINE
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import choices, to_yaml
 from moe_engine.config.schema import Config
-from moe_engine.config.validate import resolve, validate
+from moe_engine.config.validate import PRECISIONS, resolve, validate
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import world_communicator
 from moe_engine.metrics import measure_matrix_rate
@@ -43,6 +44,7 @@ from moe_engine.model.batch import Batch
 from moe_engine.planner.flops import mfu, sequence_flops
 from moe_engine.trainer import Trainer
 
+RECIPES = ("bf16", "fp32", "fp8")
 PEERS = {"plain_bf16": True, "plain_fp32": False}  # name: autocast
 # How far first losses and gradient norms may lie apart, relatively: bf16 keeps 8 bits.
 LOSS_TOLERANCE = 5e-3
@@ -63,6 +65,7 @@ class BenchSection:
     warmup: int = 2  # steps of each before that
     # Ways of choosing experts to measure the engine with; natural is the router's own. See moe.routing.
     routing: list[str] = field(default_factory=lambda: ["natural", "balanced"])
+    precisions: list[str] = field(default_factory=list)  # other recipes to measure the engine in: fp8, bf16, fp32
     peers: bool = True  # measure the plain PyTorch model too
     memory: bool = True  # measure peaks of memory, in processes of their own
     plot: bool = False  # draw plot.svg
@@ -110,6 +113,7 @@ options:
   bench.rounds=12           timed steps of each candidate, in turns; bench.warmup=2 steps before
   bench.routing=[natural,balanced]      also skewed:<x> (the most loaded expert has x times the mean) and
                             replay:<folder> (as in a step recorded by moe.record_routing)
+  bench.precisions=[fp8]    the engine in other recipes too: of {", ".join(RECIPES)}
   bench.peers=false         the engine alone
   bench.memory=false        no peaks of memory
   bench.plot=true           also plot.svg
@@ -120,7 +124,9 @@ options:
 
 examples:
   moe-engine bench step experiment=peer_33m
-  moe-engine bench step experiment=peer_33m bench.cases=[threads1] profile=true out=bench/first"""
+  moe-engine bench step experiment=peer_33m bench.cases=[threads1] profile=true out=bench/first
+  moe-engine bench step experiment=quickstart parallel=single bench.cases=[threads1] bench.precisions=[fp8] \\
+    bench.peers=false bench.routing=[natural] out=bench/fp8"""
 
 
 def run(config: StepBenchConfig) -> int:
@@ -164,6 +170,14 @@ def _checked(config: StepBenchConfig) -> tuple[list[Case], list[Config]]:
     if config.bench.peers:
         problems += peers.lacks(config)
     resolved = []
+    for recipe in config.bench.precisions:
+        if recipe not in RECIPES or recipe == config.precision.name or config.bench.precisions.count(recipe) > 1:
+            others = [name for name in RECIPES if name != config.precision.name]
+            problems.append(
+                f"bench.precisions=[{','.join(config.bench.precisions)}]: must be recipes beside "
+                f"precision={config.precision.name}, each once; use bench.precisions=[{others[-1]}]"
+            )
+            break
     for case in cases:
         try:
             case_config = _config_of(config, case)
@@ -188,7 +202,8 @@ def _config_of(config: StepBenchConfig, case: Case) -> Config:
 
 def _run_case(config: StepBenchConfig, case: Case, case_config: Config) -> tuple[list[record.Result], str]:
     """Results of all candidates, and the engine's table of phases if asked for."""
-    names = [routing.candidate_of(text) for text in config.bench.routing] + [*(PEERS if config.bench.peers else ())]
+    names = [routing.candidate_of(text) for text in config.bench.routing]
+    names += [f"{ENGINE} {recipe}" for recipe in config.bench.precisions] + [*(PEERS if config.bench.peers else ())]
     measured = run_ranks(
         case.ranks, case.threads, measure, case_config, names, config.bench.warmup, config.bench.rounds, config.profile
     )
@@ -225,7 +240,7 @@ def measure(
     firsts = {name: _first(step, world) for name, step in steps.items()}
     verdicts = {name: _verdict(name, firsts) for name in names}
     for name, step in steps.items():
-        if isinstance(step, _Engine) and name != ENGINE:
+        if isinstance(step, _Engine) and name != ENGINE and _recipe_of(name) is None:
             verdicts[name] = routing.verdict(config, routing.routing_of(name), firsts[name], step.figures)
     right = [name for name in names if verdicts[name].passed]
     for index in range(1, warmup):
@@ -303,6 +318,12 @@ class _Peer:
         return result.loss, result.grad_norm
 
 
+def _recipe_of(candidate: str) -> str | None:
+    """The recipe of a candidate of `bench.precisions`."""
+    word = candidate.removeprefix(ENGINE).strip()
+    return word if word in RECIPES else None
+
+
 def _trainer_of(step: Callable[[int], tuple[float, float]]) -> Trainer:
     assert isinstance(step, _Engine)
     return step.trainer
@@ -315,9 +336,12 @@ def _candidates(
     found: dict[str, Callable[[int], tuple[float, float]]] = {}
     for name in names:
         if name not in PEERS:
-            routed = copy.deepcopy(config)
-            routed.moe.routing = routing.routing_of(name)
-            found[name] = _Engine(Trainer(routed, rank, device), device, rank)
+            own, recipe = copy.deepcopy(config), _recipe_of(name)
+            if recipe is None:
+                own.moe.routing = routing.routing_of(name)
+            else:
+                own.precision = replace(own.precision, name=recipe, compute=PRECISIONS[recipe])
+            found[name] = _Engine(Trainer(own, rank, device), device, rank)
         else:
             alone = copy.deepcopy(config)
             alone.parallel.dp = alone.parallel.ep = 1
@@ -345,11 +369,12 @@ def _rows(config: Config, index: int, rank: int) -> list[Batch]:
 
 
 def _verdict(name: str, firsts: dict[str, tuple[float, float]]) -> record.Verdict:
-    """First loss and gradient norm against the plain fp32 model's; with no peer, that they are finite."""
+    """First loss and gradient norm against the plain fp32 model's; with no peer, another recipe's against the engine's
+    own, which must be finite."""
     loss, norm = firsts[name]
     measures = {"loss": loss, "grad_norm": norm}
-    truth = "plain_fp32"
-    if truth not in firsts:
+    truth = "plain_fp32" if "plain_fp32" in firsts else ENGINE
+    if truth not in firsts or name == truth == ENGINE:
         passed = bool(Tensor([loss, norm]).isfinite().all())
         return record.Verdict(passed, "checked: first loss and gradient norm are finite (no peer to compare)", measures)
     true_loss, true_norm = firsts[truth]

@@ -21,7 +21,7 @@ from moe_engine.planner.flops import parameter_count
 SMALL = [
     "model=tiny", "precision=fp32", "model.score_function=softmax", "train.micro_batch=2", "train.global_batch=4",
     "train.seq_len=32", "bench.cases=[ep2]", "bench.rounds=6", "bench.warmup=1", "bench.memory=false",
-    "bench.routing=[natural,balanced,skewed:2]",
+    "bench.routing=[natural,balanced,skewed:2]", "bench.precisions=[fp8]",
 ]  # fmt: skip
 
 
@@ -30,10 +30,10 @@ def test_a_small_step_is_checked_timed_and_recorded(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "x as fast as plain_fp32" in done.stdout
+    assert "x as fast as plain_fp32" in done.stdout and "x as fast as moe_engine fp8" in done.stdout
 
     results = read(tmp_path / "b")
-    names = ("moe_engine", "moe_engine balanced", "moe_engine skewed:2", "plain_bf16", "plain_fp32")
+    names = ("moe_engine", "moe_engine balanced", "moe_engine skewed:2", "moe_engine fp8", "plain_bf16", "plain_fp32")
     assert [(r.case, r.candidate) for r in results] == [("ep2", name) for name in names]
     for each in results:
         assert each.verdict.passed and len(each.samples) == 6 and each.figures["mfu"] > 0

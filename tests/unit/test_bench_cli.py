@@ -107,4 +107,18 @@ def test_a_candidate_is_wrong_when_its_first_step_is() -> None:
     passed = {name: _verdict(name, firsts).passed for name in firsts}
     assert passed == {"plain_fp32": True, "moe_engine": True, "off": False, "bad": False}
     assert "first loss 7.7000 is off by 1.3e-02" in _verdict("off", firsts).text
-    assert not _verdict("bad", {"bad": (float("nan"), 1.0)}).passed
+    assert not _verdict("moe_engine", {"moe_engine": (float("nan"), 1.0)}).passed
+
+
+def test_without_peers_another_recipe_is_compared_with_the_engines_own() -> None:
+    firsts = {"moe_engine": (7.6, 1.0), "moe_engine fp8": (7.61, 1.01), "moe_engine fp32": (7.7, 1.0)}
+    assert [_verdict(name, firsts).passed for name in firsts] == [True, True, False]
+    assert "checked against moe_engine" in _verdict("moe_engine fp8", firsts).text
+
+
+@pytest.mark.parametrize("recipes", ["bf16", "fp8,fp8", "fp7"])
+def test_recipes_beside_the_own_are_checked(recipes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "step", f"bench.precisions=[{recipes}]")
+    assert told == [
+        f"bench.precisions=[{recipes}]: must be recipes beside precision=bf16, each once; use bench.precisions=[fp8]"
+    ]
