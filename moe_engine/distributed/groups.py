@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import CollectiveLog, Communicator
+from moe_engine.distributed.lost import TIME_LIMIT_S
 from moe_engine.layout import Layout, Placement
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Groups:
     ep_windows: Windows | None = None  # symmetric memory of the ranks of `ep`, for moe.dispatch=nvshmem
 
 
-def start(device: torch.device, init_method: str | None = None, timeout_s: float = 600.0) -> int:
+def start(device: torch.device, init_method: str | None = None, timeout_s: float = TIME_LIMIT_S) -> int:
     """Join the ranks that the environment (RANK, WORLD_SIZE, MASTER_ADDR …) names; returns this rank.
 
     A world of one starts nothing. `timeout_s` bounds every collective, so that a lost rank ends the others.

@@ -8,16 +8,29 @@ within moments too, and it comes as well. Who does not come is named.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 ROLL_CALL_S = 5.0  # how long the others have to come
+TIME_LIMIT_S = 600.0  # of an exchange
 
 
 class RankLostError(RuntimeError):
     """An exchange failed; the message names it, and the ranks that no longer answer."""
+
+
+def wait_until(done: Callable[[], bool], what: str, ranks: Sequence[int], limit_s: float = TIME_LIMIT_S) -> None:
+    """Stand still until `done()`, for an exchange `what` among `ranks` that no backend watches.
+
+    Raises RankLostError if that takes longer than the limit.
+    """
+    end = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > end:
+            raise explain(what, ranks, TimeoutError(f"not done after {limit_s:g} s"))
+        time.sleep(1e-4)
 
 
 def explain(what: str, ranks: Sequence[int], error: Exception) -> RankLostError:

@@ -23,6 +23,9 @@ class SilentWindow(Window):
         self._of_group(name, group, num_sms, device)
         self.held = torch.empty(window_bytes(num_bytes, group.size), dtype=torch.uint8, device=device)
 
+    def wait(self) -> None:
+        """Nothing is under way."""
+
     def exchange(self, x: Tensor, way: Way, out_rows: int, label: str, id_words: int = 0) -> Pending:
         self._log(x, label)
         out = x.new_empty(out_rows, *x.shape[1:])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator, Pending
+from moe_engine.distributed.lost import wait_until
 from moe_engine.planner.symmetric import ALIGNMENT
 
 
@@ -123,6 +124,13 @@ class Window:
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
+    def wait(self) -> None:
+        """Wait until all exchanges that were started are done."""
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            wait_until(event.query, f"{self.name} put", self.group.ranks)
+
     @torch.no_grad()
     def note_need(self, needed: Tensor) -> None:
         """Somebody needed room for so many [1]."""
@@ -133,7 +141,11 @@ class Window:
         return int(self._needed.item())
 
     def check(self) -> None:
-        """Wait for the device; raise RuntimeError if ranks did not do the same exchanges in the same order."""
+        """Wait for the device; raise RuntimeError if ranks did not do the same exchanges in the same order.
+
+        A kernel waits for ever for a rank that is lost. Here the host does not: it raises RankLostError.
+        """
+        self.wait()
         other = int(self._strange.item())
         if other:
             raise RuntimeError(f"{self.name}: a rank was at exchange {other} where this one was at another")

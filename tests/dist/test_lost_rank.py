@@ -89,6 +89,23 @@ def test_a_ranks_own_mistake_calls_nobody() -> None:
     )
 
 
+def _never_done(rank: int) -> str:
+    """Rank 0 waits for what never ends, as for rows that a lost rank was to put; rank 1 is somewhere else."""
+    lost.ROLL_CALL_S = 0.5  # in a process of its own
+    if rank == 0:
+        try:
+            lost.wait_until(lambda: False, "rows put", (0, 1), 0.1)
+        except lost.RankLostError as error:
+            return str(error)
+    return ""
+
+
+def test_who_waits_for_a_device_names_the_rank_that_does_not_answer() -> None:
+    assert run_ranks(2, _never_done)[0] == "rows put: rank 1 no longer answers (not done after 0.1 s)"
+    calls = iter([False, False, True])
+    lost.wait_until(lambda: next(calls), "rows put", (0, 1))
+
+
 @pytest.mark.parametrize("way", ["all_to_all", "hierarchical"])
 def test_the_others_name_a_killed_rank(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "ROLL_CALL_S", 3.0)

@@ -26,7 +26,7 @@ from moe_engine.moe import dispatch as wire
 from moe_engine.moe.layer import MoELayer
 from moe_engine.trainer import Trainer
 
-TOKENS = (5, 0, 7, 1)
+TOKENS = (5, 0, 7, 1, 3, 0, 2, 9)
 K, D, EXPERTS = 3, 136, 8
 
 
@@ -43,22 +43,23 @@ def windows_of(
     return windows
 
 
-def choices(rank: int, routing: str) -> Tensor:
+def choices(rank: int, routing: str, num_experts: int) -> Tensor:
     chance = torch.Generator().manual_seed(rank)
-    ids = torch.rand(TOKENS[rank], EXPERTS, generator=chance).topk(K, dim=1).indices.sort(dim=1).values
+    ids = torch.rand(TOKENS[rank], num_experts, generator=chance).topk(K, dim=1).indices.sort(dim=1).values
     if routing == "masked":
         ids[torch.rand(ids.shape, generator=chance) < 0.4] = -1
     if routing == "one":
         ids[:, :-1] = -1
-        ids[:, -1] = EXPERTS - 1
+        ids[:, -1] = num_experts - 1
     return ids
 
 
 SETTINGS = (
-    ("random", torch.bfloat16, False, False),
-    ("one", torch.bfloat16, True, False),
-    ("masked", torch.float32, False, False),
-    ("random", torch.bfloat16, True, True),
+    ("random", 8, torch.bfloat16, False, False),
+    ("one", 8, torch.bfloat16, True, False),
+    ("masked", 512, torch.float32, False, False),
+    ("random", 257, torch.bfloat16, True, True),
+    ("masked", 257, torch.bfloat16, True, False),
 )
 
 
@@ -66,22 +67,23 @@ def _compare(rank: int, world: int, folder: str, order: str, settings: int) -> l
     ep = Communicator("ep", range(world), rank, dist.group.WORLD)
     wrong = []
     with Emulated(Path(folder), rank, world, order, seed=1) as runtime:
-        config = MoEConfig(D, 8, EXPERTS, K, combine="exact")
+        config = MoEConfig(D, 8, 512, K, combine="exact")
         windows = windows_of(config, ep, runtime)
-        for routing, dtype, fp8, exact in SETTINGS[:settings]:
+        for routing, num_experts, dtype, fp8, exact in SETTINGS[:settings]:
             links = wire.Links(ep, ep, exact, fp8, windows=windows)
-            wrong += [f"{routing} {dtype} fp8={fp8} {exact}: {w}" for w in _wrong(rank, routing, dtype, links)]
+            found = _wrong(rank, routing, num_experts, dtype, links)
+            wrong += [f"{routing} {num_experts} {dtype} fp8={fp8} {exact}: {w}" for w in found]
         windows.check()
         ep.barrier()
     return wrong
 
 
-def _wrong(rank: int, routing: str, dtype: torch.dtype, links: wire.Links) -> list[str]:
+def _wrong(rank: int, routing: str, num_experts: int, dtype: torch.dtype, links: wire.Links) -> list[str]:
     """What differs from the definition."""
-    placement: Any = Blocks(EXPERTS, links.size)
+    placement: Any = Blocks(num_experts, links.size)
     chance = torch.Generator().manual_seed(50 + rank)
     x = torch.randn(TOKENS[rank], D, generator=chance).to(dtype).requires_grad_()
-    ids = choices(rank, routing)
+    ids = choices(rank, routing, num_experts)
     weights = torch.rand(ids.shape, generator=chance).masked_fill_(ids < 0, 0).requires_grad_()
     d_out = torch.randn(x.shape, generator=chance).to(dtype)
     handle = wire.plan(ids, placement, links, "layer 0")
@@ -111,8 +113,13 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     ("world", "order", "settings"),
     [(2, "random", 2)]
     + [
-        pytest.param(world, order, len(SETTINGS), marks=pytest.mark.slow)
-        for world, order in ((2, "newest"), (2, "signals"), (4, "random"))
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (2, "newest", len(SETTINGS)),
+            (2, "signals", len(SETTINGS)),
+            (4, "random", len(SETTINGS)),
+            (8, "random", 3),
+        )
     ],
 )
 def test_rows_put_by_kernels_are_those_of_the_definition(world: int, order: str, settings: int) -> None:

@@ -15,6 +15,7 @@ from measures import calc_diff
 from torch import Tensor, nn
 
 from moe_engine import ConfigError, MoEConfig, MoELayer, Router, experts_forward
+from moe_engine.distributed.collectives import Communicator
 from moe_engine.ops.wgrad_queue import WgradQueue
 
 OPTIONS: list[dict[str, Any]] = [
@@ -365,3 +366,18 @@ def test_frozen_experts_get_no_gradients_and_pass_them_on() -> None:
         grads.append(x.grad)
     assert torch.equal(*grads) and all(p.grad is None for p in frozen.experts.parameters())
     assert torch.equal(whole.router.weight.grad, frozen.router.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_recv_rows": 8}, {"dispatch": "hierarchical"}, {"dispatch": "nvshmem"}], ids=str
+)
+def test_a_compiled_graph_refuses_by_name_what_it_has_not(options: dict[str, Any]) -> None:
+    two: Any = Communicator("ep", (0, 1), 0)
+    layer = MoELayer(make_config(**options), ep=two, ep_nodes=(two, two), ep_windows=two)
+    with pytest.raises(RuntimeError) as refused:
+        torch.compile(layer, backend="eager", fullgraph=True)(tokens(1, 4, 24))
+    name, value = next(iter(options.items()))
+    assert f"{name}={value}" in str(refused.value)
+    assert "a compiled graph has one round of one hop; use max_recv_rows=0 and dispatch=all_to_all" in str(
+        refused.value
+    )

@@ -29,7 +29,10 @@ class Windows:
     most_choices: int
 
     def check(self) -> None:
-        """Wait for the device. Raises ConfigError if some rank had no room for what it was sent since the start."""
+        """Wait for the device. Raises ConfigError if some rank had no room for what it was sent since the start, and
+        RankLostError if one does not answer."""
+        self.counts.wait()
+        self.rows.wait()
         needed = self.rows.most_needed()
         if needed > self.most_choices:
             raise ConfigError(
