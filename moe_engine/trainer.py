@@ -165,7 +165,7 @@ class Trainer:
         dtype = getattr(torch, self.config.precision.master)
         if name.endswith("bias"):
             return torch.zeros(end - start, dtype=dtype, device=self.device)
-        if len(shape) == 1:
+        if len(shape) == 1 and not name.endswith("sinks"):
             return torch.ones(end - start, dtype=dtype, device=self.device)
         std, seed = self.config.model.init_std, self.config.train.seed
         return normal((end - start,), std, name=name, seed=seed, first=start, dtype=dtype, device=self.device)

@@ -64,8 +64,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__rope_scaling": "yarn", "model__rope_theta": 1.0}, "model.rope_theta=1.0: YaRN needs pairs of different"),
     (
         {"model__sliding_window": 128},
-        "model.sliding_window=128: sliding windows are not built yet, and train.seq_len=256 is longer; "
-        "use train.seq_len=128 or less, or model.sliding_window=0",
+        "model.sliding_window=128: latent attention is built without it; use model.sliding_window=0, or "
+        "model.attention=gqa",
     ),
     (
         {"model__max_positions": 100},
@@ -74,7 +74,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model__attention_bias": True},
-        "model.attention_bias=true: latent attention is built without biases; use model.attention_bias=false or "
+        "model.attention_bias=true: latent attention is built without it; use model.attention_bias=false, or "
         "model.attention=gqa",
     ),
     (
@@ -94,9 +94,9 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "model.shared_gate=true: there is no shared expert to gate; use model.shared_gate=false, or "
         "model.num_shared_experts=1",
     ),
-    ({"model__attention_sinks": True}, "model.attention_sinks=true: attention sinks are not built yet"),
-    ({"model__expert_biases": True}, "model.expert_biases=true: biases of the router and the experts are in MoELayer"),
-    ({"model__swiglu_limit": 7.0}, "model.swiglu_limit=7.0: the clamped SwiGLU is in MoELayer alone so far"),
+    ({"model__attention_sinks": True}, "model.attention_sinks=true: latent attention is built without it"),
+    ({"model__swiglu_limit": -1.0}, "model.swiglu_limit=-1.0: must be 0 or more"),
+    ({"model__attention": "gqa", "model__sliding_window_every": 0}, "model.sliding_window_every=0: must be 1 or more"),
     ({"moe__z_loss_weight": -0.1}, "moe.z_loss_weight=-0.1: must be 0 or more"),
     ({"model__rope_theta": 0.0}, "model.rope_theta=0.0: must be larger than 0, for example model.rope_theta=10000.0"),
     (

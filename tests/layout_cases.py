@@ -106,6 +106,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2, "score_function": "softmax", "num_groups": 1, "top_groups": 1, "route_scale": 1.0,
         "normalize_weights": False,
     },
+    "gpt_oss": {
+        "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope_style": "halves",
+        "attention_bias": True, "attention_out_bias": True, "attention_sinks": True, "sliding_window": 5,
+        "sliding_window_every": 2, "expert_biases": True, "swiglu_limit": 0.5, "num_dense_layers": 0,
+        "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1, "route_scale": 1.0,
+    },
     "v3_heads": {"num_heads": 4},  # enough to share out over four ranks
     "v3_blocks": {"num_heads": 4, "qk_nope_head_dim": 40, "v_head_dim": 24},  # two heads are a block of fp8's rows
     "qwen3_heads": {  # fewer heads of keys than ranks

@@ -17,7 +17,12 @@ from moe_engine.config.schema import ModelConfig
 
 
 def attention(
-    model: ModelConfig, parameters: Mapping[str, Tensor], name: str, x: Tensor, documents: list[list[int]]
+    model: ModelConfig,
+    parameters: Mapping[str, Tensor],
+    name: str,
+    x: Tensor,
+    documents: list[list[int]],
+    windowed: bool = False,
 ) -> Tensor:
     """x [n, D] -> [n, D]; `documents` lists the places of each. Parameters are those below `name`."""
     weight = {key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")}
@@ -26,10 +31,16 @@ def attention(
     out = torch.zeros(x.shape[0], model.num_heads * size, dtype=x.dtype)
     for document in documents:
         heads = []
-        for q, k, v, scale in project(model, weight, x[document]):
+        for h, (q, k, v, scale) in enumerate(project(model, weight, x[document])):
             scores = q @ k.T * scale
-            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            heads.append(scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v)
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            if windowed:
+                hidden = hidden | torch.ones_like(hidden).tril(-model.sliding_window)
+            scores = scores.masked_fill(hidden, -math.inf)
+            if model.attention_sinks:
+                scores = torch.cat((scores, weight["sinks"][h].expand(len(scores), 1)), dim=1)
+                v = torch.cat((v, torch.zeros_like(v[:1])))
+            heads.append(scores.softmax(dim=-1) @ v)
         out = out.index_copy(0, torch.tensor(document), torch.cat(heads, dim=-1))
     return _linear(weight, "out", out)
 

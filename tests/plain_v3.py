@@ -138,7 +138,9 @@ class PlainV3:
 
     def _layer(self, x: Tensor, name: str, row: _Row) -> Tensor:
         normed = self._norm(x, f"{name}.attention_norm.weight")
-        x = x + attention(self.model, self.parameters, f"{name}.attention", normed, row.documents)
+        model, layer = self.model, name.removeprefix("layers.")
+        windowed = bool(model.sliding_window) and layer.isdigit() and int(layer) % model.sliding_window_every == 0
+        x = x + attention(model, self.parameters, f"{name}.attention", normed, row.documents, windowed)
         normed = self._norm(x, f"{name}.mlp_norm.weight")
         if f"{name}.mlp.down.weight" in self.parameters:
             return x + _swiglu_mlp(
@@ -152,6 +154,8 @@ class PlainV3:
     def _experts(self, x: Tensor, name: str, row: _Row) -> Tensor:
         model = self.model
         logits = x @ self.parameters[f"{name}.router.weight"].T
+        if model.expert_biases:
+            logits = logits + self.parameters[f"{name}.router.bias"]
         scores = logits.sigmoid() if model.score_function == "sigmoid" else logits.softmax(dim=-1)
         bias = self.biases.get(f"{name}.router.expert_bias", torch.zeros(model.num_experts)).tolist()
         used = torch.zeros_like(scores)
@@ -168,7 +172,7 @@ class PlainV3:
         out = torch.zeros_like(x)
         for e in range(model.num_experts):
             prefix = f"{name}.experts.{e}"
-            expert = _swiglu_mlp(x, self.parameters[f"{prefix}.gate_up"], self.parameters[f"{prefix}.down"])
+            expert = self._expert(x, prefix)
             out = out + model.route_scale * weights[:, e : e + 1] * expert
         if model.num_shared_experts:
             shared = (self.parameters[f"{name}.shared.{key}.weight"] for key in ("gate_up", "down"))
@@ -177,6 +181,18 @@ class PlainV3:
                 gate = (x @ self.parameters[f"{name}.shared_gate.weight"].T).sigmoid()
             out = out + gate * _swiglu_mlp(x, *shared)
         return out
+
+    def _expert(self, x: Tensor, name: str) -> Tensor:
+        gate_up, down, limit = (
+            *(self.parameters[f"{name}.{key}"] for key in ("gate_up", "down")),
+            self.model.swiglu_limit,
+        )
+        up_bias, down_bias = (self.parameters.get(f"{name}.{key}", 0.0) for key in ("gate_up_bias", "down_bias"))
+        gate, up = (x @ gate_up.T + up_bias).chunk(2, dim=1)
+        if not limit:
+            return (gate * gate.sigmoid() * up) @ down.T + down_bias
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * (1.702 * gate).sigmoid() * (up + 1)) @ down.T + down_bias
 
 
 def _make_row(keep: list[bool], document_ids: list[int]) -> _Row:

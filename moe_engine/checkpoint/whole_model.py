@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_engine.checkpoint.weights import fill_stages, open_weights
-from moe_engine.config.errors import ConfigError
-from moe_engine.config.model_rules import UNBUILT
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
 from moe_engine.model.attention import sequence_context
@@ -30,7 +28,7 @@ class LanguageModel(nn.Module):
     """Tokens to logits. `config` is the model; `stage` has its parts (`stage.layers`, `stage.moe_layers()`).
 
     moe: how its MoE layers exchange, drop and balance, as section `moe` of a run. Parameters are left as they are, for
-    whoever fills them. Raises ConfigError for what the engine does not build, by name.
+    whoever fills them.
     """
 
     def __init__(
@@ -41,9 +39,6 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        unbuilt = [f"model.{name}: {rule}" for name, (off, rule) in UNBUILT.items() if getattr(config, name) != off]
-        if unbuilt:
-            raise ConfigError("\n".join(unbuilt))
         self.config = config
         with torch.device(device or "cpu"):
             self.stage = Stage(split_stages(config, 1)[0], config, moe or MoESection(), None, dtype)
@@ -51,12 +46,9 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, S] int64 -> logits [B, S, V] in the parameters' dtype, with gradients; causal.
 
-        documents [B, S] int32: tokens see those of their own document alone. MTP modules take no part. Raises
-        ConfigError for rows longer than the model's sliding window.
+        documents [B, S] int32: tokens see those of their own document alone. MTP modules take no part.
         """
-        stage, (B, S), window = self.stage, tokens.shape, self.config.sliding_window
-        if 0 < window < S:
-            raise ConfigError(f"tokens of {S} places: sliding windows are not built; use rows of {window} or less")
+        stage, (B, S) = self.stage, tokens.shape
         places = torch.arange(S, device=tokens.device).expand(B, S)
         if documents is None:
             documents = torch.zeros(B, S, dtype=torch.int32, device=tokens.device)

@@ -1,9 +1,6 @@
-"""The rules of section `model`: sizes that fit together, and features that are counted but not trained."""
+"""The rules of section `model`: sizes that fit together, and features of one kind of attention alone."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from moe_engine.config.rules import Rules
 
@@ -11,14 +8,6 @@ BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 ATTENTION = ("mla", "gqa")
 ROPE_STYLES = ("interleaved", "halves")
 ROPE_SCALINGS = ("none", "yarn")
-# Options that are counted and planned for, but no model computes: the value that turns each off, and what is missing.
-UNBUILT: Mapping[str, tuple[bool | float, str]] = MappingProxyType(
-    {
-        "attention_sinks": (False, "attention sinks are not built yet"),
-        "expert_biases": (False, "biases of the router and the experts are in MoELayer alone so far"),
-        "swiglu_limit": (0.0, "the clamped SwiGLU is in MoELayer alone so far"),
-    }
-)
 
 
 def check_model(rules: Rules) -> None:
@@ -48,23 +37,9 @@ def check_model(rules: Rules) -> None:
             )
 
 
-def check_trainable(rules: Rules) -> None:
-    """What the engine counts and plans for, but does not compute: each is refused by its name."""
-    for name, (off, rule) in UNBUILT.items():
-        if rules[f"model.{name}"] != off:
-            value = str(off).lower()
-            rules.refuse(
-                f"model.{name}", f"{rule}, so this model can be planned but not trained; use model.{name}={value}"
-            )
-    window, longest, seq_len = "model.sliding_window", "model.max_positions", "train.seq_len"
-    rules.at_least(0, window)
-    rules.at_least(1, "model.sliding_window_every")
-    if rules.sound(window) and 0 < rules[window] < rules[seq_len]:
-        rules.refuse(
-            window,
-            f"sliding windows are not built yet, and {seq_len}={rules[seq_len]} is longer; "
-            f"use {seq_len}={rules[window]} or less, or {window}=0",
-        )
+def check_length(rules: Rules) -> None:
+    """Sequences are not longer than those the model is for."""
+    longest, seq_len = "model.max_positions", "train.seq_len"
     if rules.sound(longest) and 0 < rules[longest] < rules[seq_len]:
         rules.refuse(
             seq_len,
@@ -77,15 +52,18 @@ def _check_latent(rules: Rules) -> None:
     rules.at_least(1, *(f"model.{size}" for size in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")))
     rules.at_least(0, "model.q_lora_rank")
     rules.positive(1e-6, "model.latent_norm_eps")
-    for bias in ("model.attention_bias", "model.attention_out_bias"):
-        if rules[bias]:
-            rules.refuse(bias, f"latent attention is built without biases; use {bias}=false or model.attention=gqa")
+    for name in ("attention_bias", "attention_out_bias", "attention_sinks", "sliding_window"):
+        if rules[f"model.{name}"]:
+            off = "0" if name == "sliding_window" else "false"
+            rule = f"latent attention is built without it; use model.{name}={off}, or model.attention=gqa"
+            rules.refuse(f"model.{name}", rule)
     _check_even(rules, "model.qk_rope_head_dim")
 
 
 def _check_grouped(rules: Rules) -> None:
     heads, kv_heads = "model.num_heads", "model.num_kv_heads"
-    rules.at_least(1, kv_heads)
+    rules.at_least(1, kv_heads, "model.sliding_window_every")
+    rules.at_least(0, "model.sliding_window")
     _check_even(rules, "model.head_dim")
     if rules["model.rotary_dim"]:
         _check_even(rules, "model.rotary_dim")

@@ -21,6 +21,7 @@ def check_routing(rules: Rules, model: str, moe: str) -> None:
     rules.at_least(1, model + "expert_hidden", experts, top_k, groups, top_groups)
     rules.at_least(0, model + "num_shared_experts", moe + "aux_loss_weight", moe + "z_loss_weight", moe + "bias_step")
     rules.at_least(0, moe + "max_recv_rows", moe + "capacity_factor")
+    rules.at_least(0, model + "swiglu_limit")
     rules.positive(1.0, model + "route_scale")
     for name in (
         model + "score_function",

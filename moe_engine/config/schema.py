@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 class ModelConfig:
     """The architecture: a decoder with experts, DeepSeek-V3's (arXiv 2412.19437, section 2) where nothing else is said.
 
-    Mixtral, Qwen3-MoE and their like are other values of the same options. The last options describe what some
-    published models have and the engine does not compute yet: they are counted, and refused by `train`.
+    Mixtral, Qwen3-MoE, gpt-oss and their like are other values of the same options.
     """
 
     name: str = "custom"  # shown in results and reports
@@ -41,6 +40,9 @@ class ModelConfig:
     rotary_dim: int = 0  # so many numbers at the start of each head turn (GLM-4: half of them); 0: all
     attention_bias: bool = False  # biases on the projections of queries, keys and values
     attention_out_bias: bool = False  # a bias on the output's projection
+    attention_sinks: bool = False  # a learned score for each head that takes weight and gives no value (gpt-oss)
+    sliding_window: int = 0  # a query sees this many keys, itself included; 0: all
+    sliding_window_every: int = 1  # of so many layers the first has the window; 1: all have it (MTP blocks never)
     # rotary embedding (arXiv 2104.09864)
     rope_theta: float = 10000.0  # the slowest pair turns once in about this many positions, times 2 pi
     rope_style: str = "interleaved"  # which numbers turn together: 2i and 2i+1 (DeepSeek) | halves: i and i+d/2 (Llama)
@@ -67,17 +69,13 @@ class ModelConfig:
     group_score: str = "sum_top2"  # sum_top2 (V3) | max (V2)
     normalize_weights: bool = True  # the weights of a token's experts sum to route_scale
     route_scale: float = 1.0  # factor on the weights of the chosen experts
+    expert_biases: bool = False  # biases on the router and on the routed experts' projections (gpt-oss)
+    swiglu_limit: float = 0.0  # above 0: gpt-oss's SwiGLU in all experts, gate and up clamped to this
     # output
     mtp_depth: int = 0  # multi-token prediction modules (section 2.2)
     tied_head: bool = False  # the output head is the embedding table
     norm_eps: float = 1e-6  # of the RMSNorms
     init_std: float = 0.006  # of the normal distribution that weights start from
-    # counted, but refused by `train`
-    sliding_window: int = 0  # a query sees this many keys, itself included; 0: all; refused if shorter than a sequence
-    sliding_window_every: int = 1  # of how many layers the first has the window; 1: all have it
-    attention_sinks: bool = False  # a learned score for each head that takes weight and gives no value
-    expert_biases: bool = False  # biases on the router and on the experts' projections
-    swiglu_limit: float = 0.0  # gate and up projection are clamped to this; 0: they are not
 
 
 @dataclass
@@ -311,6 +309,8 @@ def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:
         group_score=model.group_score,
         normalize_weights=model.normalize_weights,
         route_scale=model.route_scale,
+        swiglu_limit=model.swiglu_limit,
+        expert_biases=model.expert_biases,
         combine=moe.combine,
         wire=moe.wire,
         dispatch=moe.dispatch,

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from moe_engine.config import strict
 from moe_engine.config.context_rules import check_context_parallel
-from moe_engine.config.model_rules import check_model, check_trainable
+from moe_engine.config.model_rules import check_length, check_model
 from moe_engine.config.routing_rules import check_room, check_routing, check_routing_mode
 from moe_engine.config.rules import Rules as _Rules
 from moe_engine.config.rules import divisors, nearest
@@ -49,7 +49,7 @@ def validate(config: Config, world: int | None = None) -> None:
     _check_ranks(rules, world)
     world = world or config.run.ranks
     check_model(rules)
-    check_trainable(rules)
+    check_length(rules)
     check_routing(rules, "model.", "moe.")
     _check_precision(rules)
     _check_recompute(rules)
@@ -69,14 +69,14 @@ def validate_moe(config: MoEConfig) -> None:
     strict.build(MoEConfig, asdict(config))
     rules = _Rules(config)
     rules.at_least(1, "dim")
-    rules.at_least(0, "init_std", "swiglu_limit")
+    rules.at_least(0, "init_std")
     rules.one_of("activation", _CHOICES["activation"])
+    check_routing(rules, "", "")
     if rules.sound("swiglu_limit", "activation") and config.swiglu_limit > 0:
         if not config.gated:
             rules.refuse("swiglu_limit", "there is a gate to clamp only in gated experts; use gated=true")
         if config.activation != "silu":
             rules.refuse("swiglu_limit", "the clamped activation takes the place of silu; use activation=silu")
-    check_routing(rules, "", "")
     rules.finish()
 
 

@@ -4,7 +4,8 @@
   `kv_lora_rank` numbers a token, plus one rotary key of `qk_rope_head_dim` numbers that all heads share.
 * Grouped queries (GQA; arXiv 2305.13245): fewer heads of keys and values than of queries, each serving a group; by
   option every head of queries and keys is normalised (Qwen3), or all heads together (OLMoE), the projections have
-  biases (Qwen2-MoE), and a part of each head turns with the position (GLM-4).
+  biases (Qwen2-MoE), a part of each head turns with the position (GLM-4), every softmax has a sink, and some layers see
+  the nearest tokens alone (gpt-oss).
 
 Both go in three parts: `project`, `core` (softmax(QK^T)V, the one that communicates where ranks share sequences) and
 `out`, so that a block can recompute the first and the last.
@@ -20,9 +21,16 @@ from torch import Tensor, nn
 
 from moe_engine.config.schema import ModelConfig
 from moe_engine.model.batch import Batch
-from moe_engine.model.context_parallel import ContextParallel, KeysValues, Latents, SharedRows, shared_attention
-from moe_engine.model.core_attention import core_attention, latent_core_attention, reads_latent_projections
+from moe_engine.model.context_parallel import ContextParallel, SharedRows, shared_attention
+from moe_engine.model.core_attention import (
+    core_attention,
+    latent_core_attention,
+    reads_latent_projections,
+    sink_attention,
+)
 from moe_engine.model.layers import RMSNorm
+from moe_engine.model.paired_attention import PairedVisible, paired_rows
+from moe_engine.model.payload import KeysValues, Latents
 from moe_engine.model.rope import angles, rotate, score_growth
 from moe_engine.ops.linear import Linear, linears
 from moe_engine.ops.recompute import Segments, segment
@@ -37,7 +45,7 @@ class SequenceContext:
 
     cos, sin [B, S, 1, rope/2]: rotary angles; visible: which keys a query sees; token_mask [T] bool or None: False for
     padding; interleaved: how numbers that turn together lie (see `rotate`); shared: where other ranks hold the rest of
-    the rows, what is seen of it (`visible` is then of this part).
+    the rows, what is seen of it (`visible` is then of this part); near: the same for layers with a sliding window.
     """
 
     shape: tuple[int, int]
@@ -47,6 +55,12 @@ class SequenceContext:
     token_mask: Tensor | None
     interleaved: bool = True
     shared: SharedRows | None = None
+    near: SequenceContext | None = None
+
+    @cached_property
+    def paired(self) -> PairedVisible:
+        """`visible` for kernels that take pairs."""
+        return paired_rows(self.visible, self.shape[0])
 
     @cached_property
     def turn(self) -> Turn:
@@ -58,33 +72,42 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
     """Angles and masks of a batch. Angles are computed in fp32 (fp64 for an fp64 model)."""
     wide = torch.promote_types(dtype, torch.float32)
     cos, sin = angles(batch.positions, model, wide)
-    return SequenceContext(
-        shape=batch.shape,
-        cos=cos,
-        sin=sin,
-        visible=_visible(batch.document_ids, batch.token_mask),
-        token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
-        interleaved=model.rope_style == "interleaved",
-        shared=None if batch.shard is None else SharedRows(batch.shard),
-    )
+
+    def with_window(window: int, near: SequenceContext | None) -> SequenceContext:
+        return SequenceContext(
+            shape=batch.shape,
+            cos=cos,
+            sin=sin,
+            visible=_visible(batch.document_ids, batch.token_mask, window),
+            token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
+            interleaved=model.rope_style == "interleaved",
+            shared=None if batch.shard is None else SharedRows(batch.shard, window=window),
+            near=near,
+        )
+
+    window = model.sliding_window
+    return with_window(0, with_window(window, None) if window else None)
 
 
-def _visible(document_ids: Tensor, token_mask: Tensor | None) -> Visible:
+def _visible(document_ids: Tensor, token_mask: Tensor | None, window: int) -> Visible:
     """Causal and within one document. Padding, wherever it stands, is a document of its own."""
     if token_mask is not None:
         document_ids = document_ids.where(token_mask, -1)
     one = bool((document_ids == document_ids[:, :1]).all())
-    return whole_rows(document_ids.shape[1], None if one else document_ids, document_ids.device)
+    return whole_rows(document_ids.shape[1], None if one else document_ids, document_ids.device, window)
 
 
 class Attention(nn.Module):
     """What both kinds share. Parameter out; `cp`: the ranks that share sequences, if any do."""
 
     out: Linear
+    windowed = False  # whether this layer has the model's sliding window
+    sinks: nn.Parameter | None  # [H], see `core_attention.sink_attention`
 
     def __init__(self, model: ModelConfig, cp: ContextParallel | None) -> None:
         super().__init__()
         self.model, self.cp = model, cp
+        self.register_parameter("sinks", None)
 
     def forward(
         self,
@@ -113,11 +136,20 @@ class Attention(nn.Module):
         label: str = "",
     ) -> Tensor:
         """What `project` gave -> [T, H * value], the heads' results side by side. Over ranks it is never recomputed."""
+        if self.windowed and context.near is not None:
+            context = context.near
         if context.shared is not None:
             assert self.cp is not None, "rows are shared out, and no ranks to share them"
             q, *payload = projected
             y = shared_attention(
-                q, self._payload(*payload), self.cp, context.shared, self._scale(), queue, f"{label} attention"
+                q,
+                self._payload(*payload),
+                self.cp,
+                context.shared,
+                self._scale(),
+                queue,
+                f"{label} attention",
+                self.sinks,
             )
             return y.flatten(2).flatten(0, 1)
 
@@ -129,6 +161,8 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """The core on one rank, of what `project` gave: [B, S, H, value]."""
+        if self.sinks is not None:
+            return sink_attention(q, k, v, self.sinks, context.paired, self._scale())
         return core_attention(q, k, v, context.visible, self._scale())
 
     def _payload(self, first: Tensor, second: Tensor) -> KeysValues | Latents:
@@ -239,13 +273,20 @@ class LatentAttention(Attention):
 
 class GroupedAttention(Attention):
     """GQA. Parameters q_proj, k_proj, v_proj, out and, with `qk_norm`, q_norm and k_norm: [head_dim], or of all heads
-    together with `qk_norm_whole`.
+    together with `qk_norm_whole`; with `attention_sinks`, sinks [H]. windowed: this layer has the sliding
+    window.
     """
 
     def __init__(
-        self, model: ModelConfig, dtype: torch.dtype, device: torch.device | None, cp: ContextParallel | None = None
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | None,
+        cp: ContextParallel | None = None,
+        windowed: bool = False,
     ) -> None:
         super().__init__(model, cp)
+        self.windowed = windowed
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.q_proj = Linear(model.dim, queries, dtype, device, model.attention_bias)
         self.k_proj = Linear(model.dim, keys, dtype, device, model.attention_bias)
@@ -257,6 +298,8 @@ class GroupedAttention(Attention):
             return RMSNorm(normed, model.norm_eps, dtype, device) if model.qk_norm else None
 
         self.q_norm, self.k_norm = norm(queries), norm(keys)
+        if model.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(model.num_heads, dtype=dtype, device=device))
 
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None

@@ -127,13 +127,17 @@ class Block(nn.Module):
         recompute: frozenset[str] = frozenset(),
         cp: ContextParallel | None = None,
         cp_counts: Communicator | None = None,
+        windowed: bool = False,
     ) -> None:
         super().__init__()
         self.recompute = recompute
         self.cp_counts = cp_counts
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
-        attention = GroupedAttention if model.attention == "gqa" else LatentAttention
-        self.attention = attention(model, dtype, device, cp)
+        self.attention: GroupedAttention | LatentAttention
+        if model.attention == "gqa":
+            self.attention = GroupedAttention(model, dtype, device, cp, windowed)
+        else:
+            self.attention = LatentAttention(model, dtype, device, cp)
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps, dtype, device)
         self.mlp: DenseMLP | None = None
         self.moe: MoELayer | None = None

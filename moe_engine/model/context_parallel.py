@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +30,19 @@ from moe_engine.config.schema import ContextParallelConfig
 from moe_engine.distributed.collectives import Communicator, Pending
 from moe_engine.layout import shard_chunks
 from moe_engine.model.batch import Shard
-from moe_engine.model.core_attention import core_attention, share_backward, share_forward
-from moe_engine.model.paired_attention import PairedVisible, Pairs, find_pairs, merge
+from moe_engine.model.core_attention import (
+    core_attention,
+    share_backward,
+    share_forward,
+    sink_attention,
+    sink_gradient,
+    with_sinks,
+)
+from moe_engine.model.paired_attention import PairedVisible, Pairs, find_pairs, merge, paired_rows
+from moe_engine.model.payload import KeysValues, Latents, Open
 from moe_engine.ops.autocast import without_autocast
-from moe_engine.ops.fp8 import Fp8Rows
-from moe_engine.ops.fp8_linear import fp8_linears
-from moe_engine.ops.linear import Linear, linear
 from moe_engine.ops.visible import Visible
-from moe_engine.ops.wgrad_queue import WgradQueue, gradient_dtype, leaf, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class ContextParallel:
 class SharedRows:
     """What the queries of a rank see of each shard's keys, for one micro-batch; found once for all layers."""
 
-    def __init__(self, shard: Shard, causal: bool = True) -> None:
-        self.shard, self.causal = shard, causal
+    def __init__(self, shard: Shard, causal: bool = True, window: int = 0) -> None:
+        self.shard, self.causal, self.window = shard, causal, window
         self._one = bool((shard.documents == shard.documents[:, :1]).all())  # document a row: no borders to look at
         self._seen: dict[tuple[bool, int], PairedVisible] = {}
 
@@ -68,7 +73,8 @@ class SharedRows:
             queries = torch.arange(self.shard.seq_len, device=keys.device) if whole else self.shard.places()
             of_queries, of_keys = (None if self._one else documents[:, places] for places in (queries, keys))
             find = partial(self._pairs, source, whole)
-            self._seen[whole, source] = PairedVisible(queries, keys, of_queries, of_keys, self.causal, find)
+            seen = PairedVisible(queries, keys, of_queries, of_keys, self.causal, self.window, find)
+            self._seen[whole, source] = seen
         return self._seen[whole, source]
 
     def _pairs(self, source: int, whole: bool) -> list[Pairs]:
@@ -85,12 +91,12 @@ class SharedRows:
         return torch.zeros(documents.shape, dtype=documents.dtype) if self._one else documents.cpu()
 
     @cached_property
-    def all_seen(self) -> Visible:
+    def all_seen(self) -> PairedVisible:
         """The keys of whole rows by their queries."""
         documents = self.shard.documents
         places = torch.arange(self.shard.seq_len, device=documents.device)
-        documents_or_none = None if self._one else documents
-        return Visible(places, places, documents_or_none, documents_or_none, self.causal)
+        rows = Visible(places, places, None if self._one else documents, None, self.causal, self.window)
+        return paired_rows(rows, len(documents))
 
     @cached_property
     def order(self) -> Tensor:
@@ -100,97 +106,6 @@ class SharedRows:
     @cached_property
     def inverse_order(self) -> Tensor:
         return self.order.argsort()
-
-
-class Opened(NamedTuple):
-    """A block as keys [B, n, G, d] and values [B, n, G, e], and the way of their gradients back.
-
-    back: (d_k, d_v), wide -> (gradient of the block, wide; gradient of the weight or None).
-    """
-
-    k: Tensor
-    v: Tensor
-    back: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-
-
-# Opens a block; with True so that its gradients can be found.
-Open = Callable[[Tensor, bool], Opened]
-
-
-class KeysValues(NamedTuple):
-    """The payload `kv`: a block is [B, n, G (d + e)]."""
-
-    k: Tensor  # [B, n, G, d]
-    v: Tensor  # [B, n, G, e]
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.k, self.v, None
-
-    def opener(self, queue: WgradQueue | None) -> Open:
-        (heads, key), value = self.k.shape[2:], self.v.shape[3]
-
-        def opened(block: Tensor, graph: bool) -> Opened:
-            k, v = block.split((heads * key, heads * value), dim=2)
-            return Opened(k.unflatten(2, (heads, key)), v.unflatten(2, (heads, value)), back)
-
-        def back(d_k: Tensor, d_v: Tensor) -> tuple[Tensor, None]:
-            return torch.cat((d_k.flatten(2), d_v.flatten(2)), dim=2), None
-
-        return opened
-
-
-class Latents(NamedTuple):
-    """The payload `latent`: a block is [B, n, rank + rope].
-
-    `up`, weight [H (nope + e), rank], makes keys and values of all H heads; of these `heads` are made, from `first` on.
-    """
-
-    latent: Tensor  # [B, n, rank], normalised
-    k_rope: Tensor  # [B, n, rope], turned by its position
-    up: Linear
-    value: int  # e
-    first: int
-    heads: int
-    num_heads: int  # H
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.latent, self.k_rope, self.up.weight
-
-    def opener(self, queue: WgradQueue | None) -> Open:
-        rank, rope, up = self.latent.shape[2], self.k_rope.shape[2], self.up
-        size = up.weight.shape[0] // self.num_heads
-        nope, heads, rows = size - self.value, self.heads, slice(self.first * size, (self.first + self.heads) * size)
-
-        def made(own: Tensor) -> tuple[Tensor, Tensor]:
-            """Keys and values of a latent, and the weight they are made with."""
-            launched = None if queue is None else queue.without_waiting()
-            if heads == self.num_heads:
-                return up(own, launched), up.weight
-            used = up.weight.detach()[rows].requires_grad_()
-            used.grad_dtype = gradient_dtype(up.weight)
-            if up.fp8 is None:
-                return linear(own, used), used
-            return fp8_linears(own, [used], Fp8Rows(up.fp8, up.weight, rows), launched)[0], used
-
-        def opened(block: Tensor, graph: bool) -> Opened:
-            latent, k_rope = block.split((rank, rope), dim=2)
-            own = latent.detach().requires_grad_(graph)
-            with torch.set_grad_enabled(graph):
-                kv, used = made(own)
-            k_nope, v = kv.detach().unflatten(2, (heads, size)).split((nope, size - nope), dim=3)
-
-            def back(d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
-                d_kv = torch.cat((d_k[..., :nope], d_v), dim=3).flatten(2).to(kv.dtype)
-                d_latent, d_used = torch.autograd.grad(kv, (own, used), d_kv)
-                d_weight = d_used
-                if heads < self.num_heads:
-                    d_weight = d_used.new_zeros(up.weight.shape)
-                    d_weight[rows] = d_used
-                return torch.cat((d_latent.to(d_k.dtype), d_k[..., nope:].sum(dim=2)), dim=2), d_weight
-
-            return Opened(torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, heads, -1)), dim=3), v, back)
-
-        return opened
 
 
 @dataclass(frozen=True)
@@ -226,22 +141,26 @@ class _SharedAttention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, q: Tensor, first: Tensor, second: Tensor, weight: Tensor | None, way: _Way) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, first: Tensor, second: Tensor, weight: Tensor | None, sinks: Tensor | None, way: _Way
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty(0), torch.empty(0)
         for i, (source, block) in enumerate(way.blocks(_packed(first, second))):
             k, v, _ = way.open(block, False)
             part, part_lse = share_forward(q, k, v, way.seen(source), way.scale, wide)
             out, lse = merge(out, lse, part, part_lse) if i else (part, part_lse)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, first, second, out, lse)
+        ctx.save_for_backward(q, first, second, sinks, out, lse)
         ctx.way, ctx.parameter = way, None if weight is None else leaf(weight)
         return out
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (d_out,), (q, first, second, out, lse), way = grads, ctx.saved_tensors, ctx.way
+        (d_out,), (q, first, second, sinks, out, lse), way = grads, ctx.saved_tensors, ctx.way
         d_q = torch.zeros_like(q, dtype=lse.dtype)
         d_weight: Tensor | None = None
         gradients = _RingOfGradients(way) if way.ring else _GatheredGradients(way)
@@ -259,7 +178,8 @@ class _SharedAttention(torch.autograd.Function):
         if d_weight is not None:
             ready = d_weight
             d_weight = weight_gradient(way.queue, ctx.parameter, lambda: ready)
-        return d_q.to(q.dtype), _like(d_first, first), _like(d_second, second), d_weight, None
+        d_sinks = None if sinks is None else sink_gradient(d_out, out, lse, sinks)
+        return d_q.to(q.dtype), _like(d_first, first), _like(d_second, second), d_weight, d_sinks, None
 
 
 class _RingOfGradients:
@@ -312,15 +232,17 @@ def shared_attention(
     scale: float,
     queue: WgradQueue | None = None,
     label: str = "",
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v of this shard's queries over the keys of whole rows: q [B, n, H, d] -> [B, n, H, e].
 
-    The payload is that of this shard's tokens. All ranks of `cp` call this together. `label`: for the collective log.
+    The payload is that of this shard's tokens, sinks [H] are as in `sink_attention`. All ranks of `cp` call this
+    together. `label`: for the collective log.
     """
     if cp.exchange == "ulysses":
-        return _by_heads(q, payload, cp, rows, scale, queue, label)
+        return _by_heads(q, payload, cp, rows, scale, queue, label, sinks)
     way = _Way(cp.ranks, cp.exchange == "ring", rows.seen, payload.opener(queue), scale, queue, label)
-    out: Tensor = _SharedAttention.apply(q, *payload.tensors(), way)
+    out: Tensor = _SharedAttention.apply(q, *payload.tensors(), sinks, way)
     return out
 
 
@@ -332,6 +254,7 @@ def _by_heads(
     scale: float,
     queue: WgradQueue | None,
     label: str,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Ulysses: whole rows of some heads on each rank."""
     size, H = cp.ranks.size, q.shape[2]
@@ -344,7 +267,11 @@ def _by_heads(
     arrived = [_whole_rows(x, rows) for x in _exchanged(to_ranks, cp.ranks, f"{label} heads")]
     if isinstance(payload, KeysValues):
         q_, k_, v_ = arrived
-        y = core_attention(q_, k_, v_, rows.all_seen, scale)
+        if sinks is None:
+            y = core_attention(q_, k_, v_, rows.all_seen, scale)
+        else:
+            own_sinks = sinks[cp.ranks.rank * own : (cp.ranks.rank + 1) * own]
+            y = sink_attention(q_, k_, v_, own_sinks, rows.all_seen, scale)
     else:
         part = payload._replace(first=cp.ranks.rank * own, heads=own)
 
@@ -352,7 +279,7 @@ def _by_heads(
             return rows.seen(source, whole=True)
 
         way = _Way(cp.ranks, False, seen, part.opener(queue), scale, queue, label)
-        y = _SharedAttention.apply(arrived[0], *part.tensors(), way)
+        y = _SharedAttention.apply(arrived[0], *part.tensors(), sinks, way)
     back = y[:, rows.inverse_order].unflatten(1, (size, -1)).transpose(0, 1)  # [cp, B, n, H / cp, e]
     (whole,) = _exchanged([back], cp.ranks, f"{label} tokens")
     return whole.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -6,7 +6,11 @@ product attention; packed documents to FlexAttention, which skips blocks that se
 
 Context parallel ranks need more: the share of some keys in the result, with its log-sum-exp, and in the gradients
 (`share_forward`, `share_backward`). There 16-bit numbers on a GPU go to FlashAttention in pairs of segments
-(`paired_attention`), documents too; FlexAttention would make each share's scores again in backward.
+(`paired_attention`), documents too; FlexAttention would make each share's scores again in backward. Pairs know no
+windows: those go to the blocked attention there.
+
+A sink is a score that every query of a head sees beside those of its keys, and that brings no value (gpt-oss, arXiv
+2508.10925): one more share, merged by its log-sum-exp, which is the sink itself.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 
 from moe_engine.model.paired_attention import Flash, PairedVisible, paired_backward, paired_forward
 from moe_engine.ops.attention import attention, attention_backward, attention_forward
+from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.rotary import Turn
 from moe_engine.ops.short_attention import is_short, latent_attention
 from moe_engine.ops.visible import Visible
@@ -64,7 +69,7 @@ def share_forward(
     q: Tensor, k: Tensor, v: Tensor, visible: PairedVisible, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`ops.attention.attention_forward` by device: output and log-sum-exp of queries over some of their keys."""
-    if not flash_serves(q, v):
+    if visible.window or not flash_serves(q, v):
         return attention_forward(q, k, v, visible, scale, dtype=dtype)
     return paired_forward(q, k, v, visible.pairs, scale, dtype, flash(_flash3_serves(q)))
 
@@ -81,9 +86,51 @@ def share_backward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.attention.attention_backward` by device: out and lse are of all keys, the gradients the share of these."""
-    if not flash_serves(q, v):
+    if visible.window or not flash_serves(q, v):
         return attention_backward(d_out, q, k, v, out, lse, visible, scale, dtype=dtype)
     return paired_backward(d_out, q, k, v, out, lse, visible.pairs, scale, dtype, flash(_flash3_serves(q)))
+
+
+def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: PairedVisible, scale: float) -> Tensor:
+    """`core_attention` with one sink [H] more in each head's softmax."""
+    out: Tensor = _SinkAttention.apply(q, k, v, sinks, visible, scale)
+    return out
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: PairedVisible, scale: float
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = with_sinks(*share_forward(q, k, v, visible, scale, wide), sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.visible, ctx.scale = visible, scale
+        return out
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,), (q, k, v, sinks, out, lse) = grads, ctx.saved_tensors
+        d_q, d_k, d_v = share_backward(d_out, q, k, v, out, lse, ctx.visible, ctx.scale, q.dtype)
+        return d_q, d_k, d_v, sink_gradient(d_out, out, lse, sinks), None, None
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [..., H, e] and its log-sum-exps [..., H] with sinks [H] in the softmax. Changes `out`."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out.mul_((lse - total).exp_().unsqueeze(-1)), total
+
+
+def sink_gradient(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Of sinks [H], from the attention [B, S, H, e] and log-sum-exps [B, S, H] that have them in; fp32 (fp64).
+
+    A sink's share p of the softmax brings 0 where the others bring `out` on average: p (0 - out) d_out.
+    """
+    share = (sinks.to(lse.dtype) - lse).exp_()
+    return -((d_out.to(lse.dtype) * out).sum(dim=-1) * share).sum(dim=(0, 1))
 
 
 def flash_serves(q: Tensor, v: Tensor) -> bool:
@@ -145,6 +192,8 @@ def _seen(visible: Visible) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
 
     def seen(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         found = k_places[j] <= q_places[i] if visible.causal else j >= 0
+        if visible.window:
+            found = found & (q_places[i] - k_places[j] < visible.window)
         if q_documents is not None and k_documents is not None:
             found = found & (q_documents[b, i] == k_documents[b, j])
         return found

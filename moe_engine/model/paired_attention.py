@@ -72,6 +72,18 @@ class PairedVisible(Visible):
         return self.find()
 
 
+def paired_rows(visible: Visible, rows: int) -> PairedVisible:
+    """Whole rows, also as pairs: what `visible` describes, of so many rows."""
+    places, documents = visible.q_places, visible.q_documents
+    S, device = len(places), places.device
+
+    def find() -> list[Pairs]:
+        of_rows = torch.zeros(rows, S, dtype=torch.int32) if documents is None else documents.cpu()
+        return find_pairs([range(S)], [range(S)], of_rows, visible.causal, device)
+
+    return PairedVisible(places, places, documents, documents, visible.causal, visible.window, find)
+
+
 def seen_pairs(queries: Sequence[range], keys: Sequence[range], causal: bool) -> tuple[list[Pair], list[Pair]]:
     """What queries at some places see of keys at others: causal pairs, and pairs seen whole.
 

@@ -106,11 +106,14 @@ class Stage(nn.Module):
         sharing = ContextParallel.of(cp or ContextParallelConfig(), groups.cp) if groups and shares else None
         cp_counts = groups.cp_counts if groups and shares else None
 
-        def block(dense: bool) -> Block:
-            return Block(model, moe, dense, groups, dtype, device, self.recompute, sharing, cp_counts)
+        def block(dense: bool, windowed: bool = False) -> Block:
+            return Block(model, moe, dense, groups, dtype, device, self.recompute, sharing, cp_counts, windowed)
 
         self.embedding = Table(model.vocab_size, model.dim, dtype, device) if spec.embedding else None
-        self.layers = nn.ModuleDict({str(i): block(i < model.num_dense_layers) for i in spec.layers})
+        self.layers = nn.ModuleDict()
+        for i in spec.layers:
+            windowed = model.sliding_window > 0 and i % model.sliding_window_every == 0
+            self.layers[str(i)] = block(i < model.num_dense_layers, windowed)
         self.norm = RMSNorm(model.dim, model.norm_eps, dtype, device) if spec.head else None
         own_head = (spec.head or bool(spec.mtp)) and not model.tied_head
         self.head = Table(model.vocab_size, model.dim, dtype, device) if own_head else None

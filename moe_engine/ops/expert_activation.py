@@ -78,6 +78,21 @@ def _calculate(up: Tensor, weight: Tensor | None, activation: Activation) -> Ten
     return (out if weight is None else out * weight[:, None]).to(up.dtype)
 
 
+def _clamped_backward(d_out: Tensor, up: Tensor, weight: Tensor | None, limit: float) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the clamped SwiGLU's input and of the weight; where a number is clamped its gradient is 0."""
+    wide = up.to(torch.promote_types(up.dtype, torch.float32))
+    whole_gate, whole_linear = wide.chunk(2, dim=1)
+    gate, linear = whole_gate.clamp(max=limit), whole_linear.clamp(-limit, limit) + 1
+    slope = sigmoid(CLAMPED_SLOPE * gate)
+    activated, d_out = gate * slope, d_out.to(wide.dtype)
+    d_weight = None if weight is None else (d_out * activated * linear).sum(dim=1)
+    if weight is not None:
+        d_out = d_out * weight[:, None]
+    d_gate = d_out * linear * (slope + CLAMPED_SLOPE * activated * (1 - slope)) * (whole_gate <= limit)
+    d_linear = d_out * activated * (whole_linear.abs() <= limit)
+    return torch.cat((d_gate, d_linear), dim=1).to(up.dtype), d_weight
+
+
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up: Tensor, weight: Tensor | None, activation: Activation) -> Tensor:
@@ -86,8 +101,10 @@ class _Activate(torch.autograd.Function):
         return _calculate(up, weight, activation)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         up, weight = ctx.saved_tensors
+        if ctx.activation.limit > 0:
+            return *_clamped_backward(grads[0], up, weight, ctx.activation.limit), None
         up = up.detach().requires_grad_()
         weight = None if weight is None else weight.detach().requires_grad_()
         with torch.enable_grad():

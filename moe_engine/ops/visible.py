@@ -32,7 +32,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees: those of its own document and, if `causal`, at no later place.
+    """Which keys each query sees: those of its own document and, if `causal`, at no later place; with a `window` the
+    nearest so many places, its own included.
 
     q_places [Sq], k_places [Sk] int64: places in the whole sequence, the same in every row; q_documents [B, Sq],
     k_documents [B, Sk] whole numbers, or None: one document. Make one for all layers: it finds its steps once.
@@ -43,11 +44,12 @@ class Visible:
     q_documents: Tensor | None = None
     k_documents: Tensor | None = None
     causal: bool = True
+    window: int = 0  # 0: none; only where causal
 
     @property
     def whole_causal(self) -> bool:
         """Whether this is plain causal attention over whole rows of one document each."""
-        return self.causal and self.q_documents is None and self.q_places is self.k_places
+        return self.causal and self.q_documents is None and self.q_places is self.k_places and not self.window
 
     @property
     def each_sees_itself(self) -> bool:
@@ -74,6 +76,8 @@ class Visible:
         q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
         seen = k_low <= q_high if self.causal else (k_low <= k_high) & (q_low <= q_high)
         all_seen = k_high <= q_low if self.causal else seen
+        if self.window:
+            seen, all_seen = seen & (q_low - k_high < self.window), all_seen & (q_high - k_low < self.window)
         if self.q_documents is not None and self.k_documents is not None:
             (q_first, q_last), (k_first, k_last) = _ends(self.q_documents, block), _ends(self.k_documents, EDGE)
             q_first, q_last, k_first, k_last = (
@@ -119,6 +123,8 @@ class Visible:
         hidden = torch.zeros((), dtype=torch.bool, device=self.q_places.device)
         if self.causal:
             hidden = self.k_places[keys] > self.q_places[queries, None]
+        if self.window:
+            hidden = hidden | (self.q_places[queries, None] - self.k_places[keys] >= self.window)
         if self.q_documents is not None and self.k_documents is not None:
             hidden = hidden | (self.k_documents[row, keys] != self.q_documents[row, queries, None])
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
@@ -132,10 +138,12 @@ class Visible:
         return {}
 
 
-def whole_rows(length: int, documents: Tensor | None = None, device: torch.device | None = None) -> Visible:
+def whole_rows(
+    length: int, documents: Tensor | None = None, device: torch.device | None = None, window: int = 0
+) -> Visible:
     """Whole rows, causal: a query sees keys up to its own place, of its own document where `documents` [B, S] are."""
     places = torch.arange(length, device=device)
-    return Visible(places, places, documents, documents)
+    return Visible(places, places, documents, documents, window=window if window < length else 0)
 
 
 def _ends(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

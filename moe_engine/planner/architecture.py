@@ -40,7 +40,8 @@ class Architecture:
     gated: the MLP has gate and up (SwiGLU); otherwise one matrix up, one down (GeLU). biases: linear layers have them,
     and norms are LayerNorm with two vectors. learned_positions: rows of a position table, 0 for none.
     shared_hidden: hidden width of the shared experts together. rotary_dim: numbers of a head of grouped queries that
-    turn; 0: all. attention_vectors: sizes of biases in attention. sigmoid_scores: the router's, else softmax.
+    turn; 0: all. attention_vectors: sizes of biases and sinks in attention. expert_biases: of router and experts.
+    sigmoid_scores: the router's, else softmax.
     """
 
     vocab_size: int
@@ -67,6 +68,8 @@ class Architecture:
     expert_hidden: int = 0
     shared_hidden: int = 0
     shared_gate: bool = False
+    expert_biases: bool = False
+    clamped: bool = False  # the experts' SwiGLU
     top_groups: int = 1
     num_groups: int = 1
     mtp_depth: int = 0
@@ -131,12 +134,18 @@ class Architecture:
     @property
     def expert_size(self) -> int:
         """Parameters of one routed expert."""
-        return sum(matrix.size for matrix in self.mlp(self.expert_hidden))
+        return sum(matrix.size for matrix in self.mlp(self.expert_hidden)) + sum(self.expert_vectors)
+
+    @property
+    def expert_vectors(self) -> tuple[int, ...]:
+        """Sizes of a routed expert's biases."""
+        return (self.up_factor * self.expert_hidden, self.dim) if self.expert_biases else ()
 
     def vectors(self, moe: bool) -> int:
         """Norms and biases of a layer."""
         norms = 2 * self.dim * self.norm_vectors + self.q_lora_rank + self.kv_lora_rank
-        norms += sum(self.qk_norms) + sum(self.attention_vectors) + self.shared_gate * self.dim * moe
+        norms += sum(self.qk_norms) + sum(self.attention_vectors)
+        norms += moe * (self.shared_gate * self.dim + self.expert_biases * self.num_experts)
         return norms + (sum(matrix.outputs for matrix in self.dense_matrices(moe)) if self.biases else 0)
 
     @property
@@ -178,13 +187,14 @@ class Architecture:
 
 
 def _attention_vectors(model: ModelConfig) -> tuple[int, ...]:
-    """Sizes of the biases of grouped queries' projections."""
+    """Sizes of the biases of grouped queries' projections, and of the sinks."""
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads) if model.attention_bias else ()
-    return *(number * model.head_dim for number in heads), *((model.dim,) if model.attention_out_bias else ())
+    sizes = [number * model.head_dim for number in heads]
+    return *sizes, *[model.dim] * model.attention_out_bias, *[model.num_heads] * model.attention_sinks
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """The planner's view of a model of the engine. Biases of single layers (gpt-oss) are left out, a few in 10,000."""
+    """The planner's view of a model of the engine. A sliding window saves no time or memory here."""
     latent = model.attention == "mla"
     nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
     return Architecture(
@@ -209,6 +219,8 @@ def architecture(model: ModelConfig) -> Architecture:
         expert_hidden=model.expert_hidden,
         shared_hidden=model.num_shared_experts * model.expert_hidden,
         shared_gate=model.shared_gate,
+        expert_biases=model.expert_biases,
+        clamped=model.swiglu_limit > 0,
         top_groups=model.top_groups,
         num_groups=model.num_groups,
         mtp_depth=model.mtp_depth,

@@ -51,6 +51,8 @@ def parameters_of(cut: Cut, part: str) -> list[Parameter]:
             matrices += [matrix.size for matrix in model.mlp(model.shared_hidden)]
         found.append(Parameter(model.dim * model.num_experts, False))
         found += [Parameter(model.dim, False)] * model.shared_gate
+        found += [Parameter(model.num_experts, False)] * model.expert_biases
+        found += [Parameter(size, False, expert=True) for size in model.expert_vectors]
         found += [Parameter(matrix.size, True, expert=True) for matrix in model.mlp(model.expert_hidden)]
     else:
         matrices += [matrix.size for matrix in model.mlp(model.dense_hidden)]

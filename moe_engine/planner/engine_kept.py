@@ -296,8 +296,9 @@ def _mlp_tensors(sizes: Sizes, hidden: int, name: str) -> list[Kept]:
 
 def _moe_tensors(sizes: Sizes) -> list[Kept]:
     model, rows = sizes.model, sizes.rows
-    read = sizes.expert_rows
-    if sizes.fp8:
+    fused = sizes.fp8 and not (model.clamped or model.expert_biases)  # an MLP of codes, from its input to its output
+    read, width = sizes.expert_rows, model.up_factor * model.expert_hidden
+    if fused:
         read = rows.received if rows.ep > 1 else sizes.tokens / sizes.along
     found = [
         *(_mlp_tensors(sizes, model.shared_hidden, "shared") if model.shared_hidden else []),
@@ -305,10 +306,10 @@ def _moe_tensors(sizes: Sizes) -> list[Kept]:
         *_routing_tensors(sizes),
         Kept("expert rows", sizes.read(read, model.dim)),
         Kept("row weights", sizes.expert_rows * sizes.wide),
-        Kept("expert up", sizes.read(sizes.expert_rows, model.up_factor * model.expert_hidden)),
+        Kept("expert up", sizes.expert_rows * width * sizes.number if not fused else sizes.read(sizes.expert_rows, width)),
         *(_arrived(sizes) if rows.ep > 1 else []),
     ]
-    if not sizes.fp8:
+    if not fused:
         found.append(Kept("expert act", sizes.read(sizes.expert_rows, model.expert_hidden), ("moe_act",)))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from hf_models import GROUPED, MIXTRAL, QWEN3, V2_LITE, V3, VOCABULARY, logits_o
 
 from moe_engine import ConfigError, load_hf
 from moe_engine.__main__ import main
-from moe_engine.checkpoint.whole_model import LanguageModel
 
 BOUND = 1e-5
 DENSE = {key: value for key, value in GROUPED.items() if key != "num_experts_per_tok"}
@@ -51,11 +49,6 @@ def test_documents_are_separate_and_folders_that_are_none_are_refused(tmp_path: 
     separate = model(tokens(), both.int())
     torch.testing.assert_close(separate[:, :8], model(tokens()[:, :8]), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(separate[:, 8:], model(tokens())[:, 8:])
-    model.config.sliding_window = 12
-    with pytest.raises(ConfigError, match="tokens of 20 places: sliding windows are not built; use rows of 12 or less"):
-        model(tokens())
-    with pytest.raises(ConfigError, match="attention_sinks"):
-        LanguageModel(replace(model.config, attention_sinks=True))
     with pytest.raises(ConfigError, match="nowhere"):
         load_hf(tmp_path / "nowhere")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

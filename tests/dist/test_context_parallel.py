@@ -14,7 +14,8 @@ from torch import Tensor
 from moe_engine.config.schema import ModelConfig
 from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord, Communicator
 from moe_engine.model.batch import Shard
-from moe_engine.model.context_parallel import ContextParallel, KeysValues, Latents, SharedRows, shared_attention
+from moe_engine.model.context_parallel import ContextParallel, SharedRows, shared_attention
+from moe_engine.model.payload import KeysValues, Latents
 from moe_engine.ops.linear import Linear
 from moe_engine.planner.context import cost, payload_numbers
 

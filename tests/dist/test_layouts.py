@@ -62,6 +62,7 @@ FEATURES = [
     Case(pp=2, dp=1, schedule="dualpipe", recompute="selective", steps=3),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", wire="fp8", padding=True, steps=3),
     Case(cp=2, ep=2, micro_batch=2, padding=True, steps=2),
+    Case(pp=2, cp=2, ep=2, schedule="zb_h1", model="gpt_oss", padding=True, steps=2),
     Case(cp=4, exchange="all_gather", payload="latent", model="v3_yarn", ep=2, mtp_depth=2, micro_batch=4, steps=2),
     Case(cp=4, exchange="ulysses", payload="latent", model="v3_heads", tied=True, micro_batch=4, steps=2),
     Case(cp=4, exchange="ulysses", model="qwen3_heads", ep=4, z_loss=True, padding=True, micro_batch=4, steps=2),

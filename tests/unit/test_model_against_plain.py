@@ -43,6 +43,17 @@ GROUPED = {
     "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope_style": "halves",
     "score_function": "softmax", "num_groups": 1, "top_groups": 1, "num_shared_experts": 0, "route_scale": 1.0,
 }  # fmt: skip
+GPT_OSS = {
+    **GROUPED,
+    "attention_bias": True,
+    "attention_out_bias": True,
+    "attention_sinks": True,
+    "sliding_window": 3,
+    "sliding_window_every": 2,
+    "expert_biases": True,
+    "swiglu_limit": 0.2,
+    "num_dense_layers": 0,
+}
 # So short an original length that some pairs are kept, some slowed, some between, within rows of 9 tokens.
 YARN = {
     "rope_scaling": "yarn", "rope_factor": 8.0, "rope_original_length": 16, "rope_beta_fast": 2.0,
@@ -62,6 +73,9 @@ VARIANTS = [
     Variant("qwen2", {**GROUPED, "attention_bias": True, "shared_gate": True, "num_shared_experts": 2}, padding=True),
     Variant("olmoe", {**GROUPED, "qk_norm": True, "qk_norm_whole": True, "attention_out_bias": True}),
     Variant("glm4", {**GROUPED, "rotary_dim": 4, "score_function": "sigmoid", "attention_bias": True}, bias=0.05),
+    Variant("sinks", {**GROUPED, "attention_sinks": True, "attention_bias": True}, documents=2, padding=True),
+    Variant("windows", {**GROUPED, "sliding_window": 3, "sliding_window_every": 2}, documents=2),
+    Variant("gpt_oss", GPT_OSS, padding=True),
     Variant("grouped_yarn", {**GROUPED, **YARN, "qk_norm": True, "rope_mscale_all_dim": 0.0, "rope_truncate": False}),
     Variant("latent_yarn", {**YARN, "rope_mscale": 0.7, "latent_norm_eps": 1e-3}, documents=1, bias=0.05),
     Variant("latent_yarn_halves", {**YARN, "q_lora_rank": 0, "rope_style": "halves", "rope_beta_fast": 1.0}),

@@ -18,6 +18,7 @@ SHARED = "model=mini_v3 model.num_layers=3 parallel.dp=2 parallel.ep=4"
 GLM4 = "model=glm4_5 model.num_layers=5 model.dim=256 model.vocab_size=1000 model.dense_hidden=512"
 QWEN2 = "model=qwen1_5_moe_a2_7b model.num_layers=3 model.dim=256 model.vocab_size=1000"
 OLMOE = "model=olmoe_1b_7b model.num_layers=3 model.dim=256 model.vocab_size=1000"
+GPT_OSS = "model=gpt_oss_20b model.num_layers=3 model.dim=256 model.vocab_size=1000 model.expert_hidden=256"
 GROUPED = "model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000"
 FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
@@ -47,6 +48,9 @@ MORE = [
     (f"{SHARED} parallel.cp=2 cp.payload=latent precision=fp8 pipeline=dualpipe parallel.pp=2", 0, 1.0),
     (f"{GROUPED} parallel.dp=2 parallel.cp=4 parallel.ep=8 cp.exchange=ulysses", 0, 1.0),
     (f"{MINI} parallel.pp=1 moe.combine=exact", 0, 1.0),
+    (f"{GPT_OSS} parallel.dp=4 parallel.ep=4", 0, 1.0),
+    (f"{GPT_OSS} model.num_layers=4 parallel.dp=4 parallel.ep=4 parallel.pp=2 pipeline=zb_h1", 0, 1.0),
+    (f"{GPT_OSS} parallel.dp=4 parallel.ep=4 precision=fp8", 0, 1.0),
     (f"{GLM4} parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=zb_h1", 4, 1.0),
     (f"{QWEN2} parallel.dp=4 parallel.ep=4", 0, 1.0),
     (f"{QWEN2} parallel.dp=4 parallel.ep=4 precision=fp8 recompute=full", 0, 1.0),
