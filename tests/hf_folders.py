@@ -101,6 +101,10 @@ MIXTRAL = replace(
 QWEN3 = replace(MIXTRAL, qk_norm=True, normalize_weights=False)
 QWEN2 = replace(MIXTRAL, attention_bias=True, shared_gate=True, num_shared_experts=2, normalize_weights=False)
 OLMOE = replace(QWEN3, qk_norm_whole=True, attention_bias=True, attention_out_bias=True)
+GPT_OSS = replace(
+    MIXTRAL, attention_bias=True, attention_out_bias=True, attention_sinks=True, sliding_window=16,
+    sliding_window_every=2, expert_biases=True, swiglu_limit=7.0,
+)  # fmt: skip
 GLM4 = replace(
     V3, attention="gqa", num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, rope_style="halves", qk_norm=True,
     attention_bias=True,

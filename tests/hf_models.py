@@ -43,6 +43,10 @@ GLM4 = GROUPED | dict(
     head_dim=16, first_k_dense_replace=1, num_hidden_layers=3, n_group=1, topk_group=1, norm_topk_prob=True,
     routed_scaling_factor=2.5, attention_bias=True, use_qk_norm=True,
 )  # fmt: skip
+GPT_OSS = GROUPED | dict(
+    model_type="gpt_oss", intermediate_size=24, num_local_experts=8, head_dim=16, sliding_window=8, swiglu_limit=0.5,
+    num_hidden_layers=3,
+)  # fmt: skip
 YARN = dict(type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1)
 
 

@@ -98,7 +98,11 @@ def new_folder(out: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # after a success there is none
 
 
-def write_file(path: Path, tensors: Sequence[Announced], values: Callable[[str], Tensor], progress: Progress) -> int:
+# A tensor, or its slices along the first dimension, one after the other, where all of it would be large.
+Value = Tensor | Iterator[Tensor]
+
+
+def write_file(path: Path, tensors: Sequence[Announced], values: Callable[[str], Value], progress: Progress) -> int:
     """Write `values(key)` for each announced tensor, one after the other, to the disk; the file's size in bytes.
 
     Raises ValueError when a value is not as announced, ConfigError when the disk is full or cannot be written.
@@ -120,14 +124,22 @@ def write_file(path: Path, tensors: Sequence[Announced], values: Callable[[str],
         with open(path, "xb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for tensor in tensors:
-                value = values(tensor.key)
-                if (value.dtype, tuple(value.shape)) != (tensor.dtype, tensor.shape):
-                    raise ValueError(
-                        f"{tensor.key}: {value.dtype}{list(value.shape)} is not what was announced: {tensor}"
-                    )
-                file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-                progress.advance(tensor.nbytes)
+                for part in _parts(tensor, values(tensor.key)):
+                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                    progress.advance(part.nbytes)
         sync(path)
         return path.stat().st_size
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error}); free some space or choose another folder") from error
+
+
+def _parts(announced: Announced, value: Value) -> Iterator[Tensor]:
+    """The value in pieces. Raises ValueError unless they are together what was announced."""
+    parts, rows = iter([value]) if isinstance(value, Tensor) else value, 0
+    for part in parts:
+        rows += part.shape[0] if part.dim() else 1
+        if part.dtype != announced.dtype or part.shape[1:] != announced.shape[1:] or part.dim() != len(announced.shape):
+            raise ValueError(f"{announced.key}: {part.dtype}{list(part.shape)} is not what was announced: {announced}")
+        yield part
+    if announced.shape and rows != announced.shape[0]:
+        raise ValueError(f"{announced.key}: {rows} rows are not what was announced: {announced}")

@@ -1,8 +1,7 @@
 """Hugging Face's `config.json` to our `ModelConfig` and back.
 
 Reading is strict: every key is either used, or listed as saying nothing about the architecture, or refused by name
-with the rule that it breaks. A key with a feature that the engine counts but does not train (sliding windows, biases …)
-is kept in the `ModelConfig`, and `train` refuses it there. Writing goes through reading: what comes back from the
+with the rule that it breaks. Writing goes through reading: what comes back from the
 written keys must be the model that was given, else the option that got lost is named.
 
 Sources: the `config.json` files published with the models, and what Hugging Face transformers 5.24 makes of each key.
@@ -14,7 +13,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from moe_engine.config.errors import ConfigError
@@ -30,12 +28,6 @@ from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import closest, shown
 
 DEFAULT_CONTEXT = 4096
-# Families whose experts the layer computes, and what in their models the engine does not.
-UNBUILT_FAMILIES = MappingProxyType(
-    {
-        "gpt_oss": "attention sinks, windows on every other layer, biases everywhere and a clamped SwiGLU",
-    }
-)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -65,8 +57,6 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     keys = Keys(hf)
     family = keys.take("model_type", str, "")
     if family not in READERS:
-        if family in UNBUILT_FAMILIES:
-            raise ConfigError(f"{shown('model_type', family)}: {why_unbuilt(family)}")
         near = closest(family, READERS)
         hint = f"did you mean {near[0]}? There are" if near else "there are"
         raise ConfigError(f"{shown('model_type', family)}: the engine does not know it; {hint} {', '.join(READERS)}")
@@ -74,14 +64,6 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     values |= READERS[family](keys, values)
     keys.finish()
     return ModelConfig(name=family, **values)
-
-
-def why_unbuilt(family: str) -> str:
-    """What a family of `UNBUILT_FAMILIES` lacks, and what works instead."""
-    return (
-        f"its models have {UNBUILT_FAMILIES[family]}, which the engine does not build; its experts work inside "
-        "transformers by moe_engine.integrations.transformers"
-    )
 
 
 def huggingface_config(model: ModelConfig, context_length: int = DEFAULT_CONTEXT) -> Values:

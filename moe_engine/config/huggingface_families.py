@@ -200,7 +200,9 @@ def _full_attention(keys: Keys) -> None:
 
 
 def _gpt_oss(keys: Keys, common: Values) -> Values:
-    keys.present("head_dim", "sliding_window", "rope_parameters" if "rope_parameters" in keys.left else "rope_scaling")
+    keys.present("head_dim", "sliding_window")
+    if not (keys.left.get("rope_parameters") or keys.left.get("rope_scaling")):
+        keys.problems.append("rope_scaling: must be in the file, since its absence means the published models' YaRN")
     keys.must("swiglu_alpha", "the gain of gpt-oss's SwiGLU", 1.702)
     keys.left.pop("experts_per_token", None)  # the same as num_experts_per_tok
     types = keys.take("layer_types", list, ["sliding_attention", "full_attention"])
@@ -332,11 +334,16 @@ def _write_glm4_moe(model: ModelConfig) -> Values:
 
 def _write_gpt_oss(model: ModelConfig) -> Values:
     kinds = ["sliding_attention"] + ["full_attention"] * (model.sliding_window_every - 1)
-    return _write_mixtral(model) | {
-        "attention_bias": model.attention_bias,
-        "swiglu_limit": model.swiglu_limit,
-        "layer_types": [kinds[i % len(kinds)] for i in range(model.num_layers)],
-    }
+    rope = {} if model.rope_scaling != "none" else {"rope_scaling": {"rope_type": "default"}}
+    return (
+        _write_mixtral(model)
+        | rope
+        | {
+            "attention_bias": model.attention_bias,
+            "swiglu_limit": model.swiglu_limit,
+            "layer_types": [kinds[i % len(kinds)] for i in range(model.num_layers)],
+        }
+    )
 
 
 READERS: Mapping[str, Callable[[Keys, Values], Values]] = MappingProxyType(

@@ -298,6 +298,9 @@ def _moe_tensors(sizes: Sizes) -> list[Kept]:
     model, rows = sizes.model, sizes.rows
     fused = sizes.fp8 and not (model.clamped or model.expert_biases)  # an MLP of codes, from its input to its output
     read, width = sizes.expert_rows, model.up_factor * model.expert_hidden
+    up = sizes.read(sizes.expert_rows, width)
+    if sizes.fp8 and not fused:
+        up = sizes.expert_rows * width * sizes.number
     if fused:
         read = rows.received if rows.ep > 1 else sizes.tokens / sizes.along
     found = [
@@ -306,7 +309,7 @@ def _moe_tensors(sizes: Sizes) -> list[Kept]:
         *_routing_tensors(sizes),
         Kept("expert rows", sizes.read(read, model.dim)),
         Kept("row weights", sizes.expert_rows * sizes.wide),
-        Kept("expert up", sizes.expert_rows * width * sizes.number if not fused else sizes.read(sizes.expert_rows, width)),
+        Kept("expert up", up),
         *(_arrived(sizes) if rows.ep > 1 else []),
     ]
     if not fused:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from hf_models import (  # noqa: E402
     GLM4,
+    GPT_OSS,
     MIXTRAL,
     OLMOE,
     QWEN2,
@@ -81,6 +82,15 @@ MODELS: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.25,
         rope_scaling=YARN,
         attention_bias=False,
+    ),
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, square": GPT_OSS | dict(intermediate_size=16, hidden_size=32, head_dim=8, num_key_value_heads=4),
+    "gpt_oss, no biases in attention, windows everywhere, no yarn": GPT_OSS
+    | dict(
+        attention_bias=False,
+        layer_types=["sliding_attention"] * 3,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1000.0),
     ),
 }
 

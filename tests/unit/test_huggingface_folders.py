@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_folders import (
+    GPT_OSS,
     MIXTRAL,
     QWEN3,
     V2,
@@ -29,7 +30,9 @@ from torch import Tensor
 import moe_kernels
 from moe_engine.checkpoint.huggingface.reader import dequantise
 from moe_engine.checkpoint.huggingface.writer import write_huggingface
+from moe_engine.checkpoint.stream import Announced, Progress, write_file
 from moe_engine.checkpoint.weights import CheckpointWeights, Weights, open_weights, write_checkpoint
+from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface import huggingface_config
 from moe_engine.config.schema import ModelConfig
 from moe_engine.trainer import Trainer
@@ -223,3 +226,16 @@ def test_fused_fp8_experts_have_scales_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(
             weights.read(f"{expert}.{e}.down").view(136, 72), values["model.layers.2.mlp.experts.down_proj"][e]
         )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_parts_of_a_tensor_are_what_was_announced(rows: int, tmp_path: Path) -> None:
+    parts = (torch.full((1, 2), float(i)) for i in range(rows))
+    with pytest.raises(ValueError, match=f"key: {rows} rows are not what was announced"):
+        write_file(tmp_path / "file", [Announced("key", torch.float32, (2, 2))], lambda _: parts, Progress())
+
+
+def test_experts_in_one_tensor_have_no_fp8_form(tmp_path: Path) -> None:
+    weights = open_weights(random_folder(tmp_path / "source", GPT_OSS))
+    with pytest.raises(ConfigError, match="dtype=fp8: gpt_oss folders have no such form; use dtype=bfloat16"):
+        write_huggingface(weights, tmp_path / "out", torch.float8_e4m3fn, 10**9)

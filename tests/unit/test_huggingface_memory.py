@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_folders import V3, random_folder
+from hf_folders import GPT_OSS, V3, random_folder
 
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
+from moe_engine.config.schema import ModelConfig
 
 # Private memory of the process, without the pages of mapped files, which the system takes back when it needs them.
 MEASURED = """
@@ -51,8 +52,9 @@ print(json.dumps([there, peak(lambda: write_huggingface(weights, folder / "back"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
-    model = replace(V3, dim=256, expert_hidden=256, num_experts=40, mtp_depth=0)
+@pytest.mark.parametrize("like", [V3, GPT_OSS], ids=["a tensor for each expert", "one for all"])
+def test_a_few_tensors_are_in_memory(like: ModelConfig, tmp_path: Path) -> None:
+    model = replace(like, dim=256, expert_hidden=256, num_experts=40, mtp_depth=0)
     source = random_folder(tmp_path / "source", model, files=4)
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     largest = 2 * 256 * 256 * 4  # bytes of an expert's gate and up projection

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_folders import GLM4, MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3
+from hf_folders import GLM4, GPT_OSS, MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3
 
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, names
 from moe_engine.config.huggingface_families import family_of
@@ -29,6 +29,7 @@ MODELS = {
     "qwen2": QWEN2,
     "olmoe": OLMOE,
     "glm4": GLM4,
+    "gpt_oss": GPT_OSS,
     "qwen3, first layer dense": replace(QWEN3, num_dense_layers=1),
 }
 

@@ -30,6 +30,8 @@ def inputs(
 def seen(visible: Visible, B: int) -> Tensor:
     """bool [B, Sq, Sk], pair by pair."""
     places = visible.k_places[None, :] <= visible.q_places[:, None]
+    if visible.window:
+        places = places & (visible.k_places[None, :] > visible.q_places[:, None] - visible.window)
     found = (places if visible.causal else torch.ones_like(places)).expand(B, -1, -1)
     if visible.q_documents is None or visible.k_documents is None:
         return found
@@ -72,6 +74,16 @@ LONG = KEY_TILE + LONG_QUERY_BLOCK + 17  # two tiles, and no whole number of blo
 def test_forward_and_gradients_are_those_of_the_formula(S: int, H: int, G: int, packed: bool) -> None:
     *tensors, d_out = inputs(2, H, G, S, 6, 5)
     check(tensors, d_out, whole_rows(S, two_documents(2, S) if packed else None))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [1, 5, 64, 100, 700])
+def test_a_window_hides_what_is_farther(window: int, packed: bool) -> None:
+    for S in (50, 200, LONG):
+        *tensors, d_out = inputs(2, 4, 2, S, 6, 5)
+        check(tensors, d_out, whole_rows(S, two_documents(2, S) if packed else None, window=window))
+    steps = whole_rows(2048, window=128).steps[0]
+    assert sum(step.keys.stop - step.keys.start for step in steps) <= 16 * (128 + 128 + 64)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,10 +1,11 @@
 """Which Hugging Face tensor holds which rows of which of our tensors: all the difference between the two layouts.
 
-The layouts differ in three ways, and in no other:
+The layouts differ in these ways, and in no other:
 
 * names (`model.layers.3.mlp.gate.weight` is our `layers.3.moe.router.weight`);
 * gate and up projections are two tensors there and one here, gate rows first; a file may also hold all experts of a
   layer fused, `experts.gate_up_proj` [E, 2F, D] and `experts.down_proj` [E, D, F], as transformers has them in memory;
+* gpt-oss's folders have them in that form alone, with rows and columns exchanged and with gates and ups in turns;
 * an MTP module projects [embedding; hidden] there (`eh_proj`) and [hidden; embedding], as the report writes it
   (arXiv 2412.19437, eq. 21), here: the halves of the columns change places.
 
@@ -25,7 +26,8 @@ class Rows:
     """Consecutive rows of one of our tensors: a whole Hugging Face tensor, or one slice of a fused one.
 
     shape: of these rows, [rows, columns] or [rows]. index, of: slice `index` of a tensor [of, rows, columns].
-    swap: the halves of the columns are exchanged.
+    swap: the halves of the columns are exchanged. transposed: a column there is a row here. turns: there a gate and an
+    up in turns, here first all gates.
     """
 
     key: str
@@ -33,11 +35,18 @@ class Rows:
     index: int | None = None
     of: int = 1
     swap: bool = False
+    transposed: bool = False
+    turns: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of these rows as they are there."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the Hugging Face tensor."""
-        return self.shape if self.index is None else (self.of, *self.shape)
+        return self.stored_shape if self.index is None else (self.of, *self.stored_shape)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class Family:
     down: str = "down_proj"
     router_bias: bool = False
     shared: str = "shared_experts"
+    router: str = "gate"
+    fused: bool = False  # the published folders have a layer's experts in one tensor, as gpt-oss's
 
 
 FAMILIES = {
@@ -80,6 +91,7 @@ FAMILIES = {
     "qwen2_moe": Family(shared="shared_expert"),
     "olmoe": Family(),
     "glm4_moe": Family(router_bias=True),
+    "gpt_oss": Family(router="router", fused=True),
 }
 
 
@@ -182,6 +194,8 @@ class _Model:
         for word, rows in (("q", queries), ("k", keys)) if m.qk_norm else ():
             normed = rows if m.qk_norm_whole else m.head_dim
             yield _same(f"{ours}.{word}_norm.weight", f"{theirs}.{word}_norm.weight", normed)
+        if m.attention_sinks:
+            yield _same(f"{ours}.sinks", f"{theirs}.sinks", m.num_heads)
         yield _same(f"{ours}.out.weight", f"{theirs}.o_proj.weight", m.dim, queries)
         if m.attention_out_bias:
             yield _same(f"{ours}.out.bias", f"{theirs}.o_proj.bias", m.dim)
@@ -195,18 +209,33 @@ class _Model:
     def _moe(self, ours: str, theirs: str, fused: str) -> Iterator[Mapped]:
         """`fused` is the prefix under which transformers saves a layer as it has it in memory."""
         m, family = self.model, self.family
-        keys = dict.fromkeys((f"{theirs}.gate.weight", f"{fused}.gate.weight"))
+        keys = dict.fromkeys((f"{theirs}.{family.router}.weight", f"{fused}.{family.router}.weight"))
         shape = (m.num_experts, m.dim)
         yield Mapped(f"{ours}.router.weight", shape, tuple((Rows(key, shape),) for key in keys))
         bias = ((Rows(f"{theirs}.gate.e_score_correction_bias", (m.num_experts,)),),) if family.router_bias else ()
         yield Mapped(f"{ours}.router.expert_bias", (m.num_experts,), bias)
+        if m.expert_biases:
+            yield _same(f"{ours}.router.bias", f"{theirs}.{family.router}.bias", m.num_experts)
         if m.num_shared_experts:
             hidden = m.num_shared_experts * m.expert_hidden
             yield from self._mlp(f"{ours}.shared", f"{theirs}.{family.shared}", hidden)
         if m.shared_gate:
             yield _same(f"{ours}.shared_gate.weight", f"{theirs}.{family.shared}_gate.weight", 1, m.dim)
         for e in range(m.num_experts):
-            yield from self._expert(f"{ours}.experts.{e}", f"{theirs}.experts.{e}", f"{fused}.experts", e)
+            if family.fused:
+                yield from self._fused_expert(f"{ours}.experts.{e}", f"{theirs}.experts", e)
+            else:
+                yield from self._expert(f"{ours}.experts.{e}", f"{theirs}.experts.{e}", f"{fused}.experts", e)
+
+    def _fused_expert(self, ours: str, theirs: str, e: int) -> Iterator[Mapped]:
+        """gpt-oss's, with biases."""
+        hidden, dim, experts = self.model.expert_hidden, self.model.dim, self.model.num_experts
+        for name, shape, turns in (("gate_up", (2 * hidden, dim), True), ("down", (dim, hidden), False)):
+            matrix = Rows(f"{theirs}.{name}_proj", shape, e, experts, transposed=True, turns=turns)
+            yield Mapped(f"{ours}.{name}", shape, ((matrix,),))
+            if self.model.expert_biases:
+                bias = Rows(f"{theirs}.{name}_proj_bias", shape[:1], e, experts, turns=turns)
+                yield Mapped(f"{ours}.{name}_bias", shape[:1], ((bias,),))
 
     def _expert(self, ours: str, theirs: str, fused: str, e: int) -> Iterator[Mapped]:
         hidden, dim, experts = self.model.expert_hidden, self.model.dim, self.model.num_experts

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows, mtp_prefix, names
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.huggingface import UNBUILT_FAMILIES, model_config, why_unbuilt
+from moe_engine.config.huggingface import model_config
 from moe_engine.config.schema import ModelConfig
 from moe_engine.planner.flops import parameter_count
 
@@ -169,6 +169,10 @@ class HuggingFaceWeights:
 
     def _rows(self, rows: Rows, start: int, stop: int) -> Tensor:
         """Rows start … stop - 1 of a part, in our order of columns."""
+        if rows.transposed or rows.turns:
+            values = self._stored(rows, 0, rows.stored_shape[0])
+            values = values.T if rows.transposed else values
+            return (torch.cat((values[::2], values[1::2])) if rows.turns else values)[start:stop]
         values = self._stored(rows, start, stop)
         return torch.cat(values.chunk(2, dim=1)[::-1], dim=1) if rows.swap else values
 
@@ -214,8 +218,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
     found = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(config, dict) or found not in list(FAMILIES):
-        why = f"; {why_unbuilt(str(found))}" if str(found) in UNBUILT_FAMILIES else ""
-        raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted{why}")
+        raise ConfigError(f"{path}: model_type={found}: weights of {', '.join(FAMILIES)} can be converted")
     _check_quantization(path, config.pop("quantization_config", None))
     return config
 

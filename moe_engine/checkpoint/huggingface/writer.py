@@ -1,4 +1,5 @@
-"""Weights into a Hugging Face folder, in the published layout of the model's family: a tensor for each expert.
+"""Weights into a Hugging Face folder, in the published layout of the model's family: a tensor for each expert, or
+(gpt-oss) one for all of a layer.
 
 What a family's layout has no place for (a balancing bias that is not zero in a softmax model, MTP modules outside
 DeepSeek-V3) refuses the model by name; nothing is left out in silence.
@@ -22,7 +23,7 @@ from torch import Tensor
 from moe_engine.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, Rows, names
 from moe_engine.checkpoint.huggingface.reader import FP8_BLOCK, SCALE, dequantise
-from moe_engine.checkpoint.stream import Announced, Progress, cut, new_folder, write_file
+from moe_engine.checkpoint.stream import Announced, Progress, Value, cut, new_folder, write_file
 from moe_engine.checkpoint.weights import BIAS, Weights, not_as_expected
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface import huggingface_config
@@ -52,7 +53,10 @@ def write_huggingface(
     Raises ConfigError for a model that no known family's layout can hold, and when `out` exists or cannot be written.
     """
     config = huggingface_config(weights.model)
-    export = _Export(weights, names(weights.model, FAMILIES[config["model_type"]]), dtype)
+    family = config["model_type"]
+    if dtype == FP8 and FAMILIES[family].fused:
+        raise ConfigError(f"dtype=fp8: {family} folders have no such form; use dtype=bfloat16")
+    export = _Export(weights, names(weights.model, FAMILIES[family]), dtype)
     config["torch_dtype"] = str(export.common_dtype()).removeprefix("torch.")
     if dtype == FP8:
         config["quantization_config"] = _QUANTIZATION
@@ -62,7 +66,7 @@ def write_huggingface(
 def write_folder(
     out: Path,
     tensors: Iterable[Announced],
-    value: Callable[[str], Tensor],
+    value: Callable[[str], Value],
     config: Mapping[str, Any],
     shard_bytes: int,
     progress: Progress | None = None,
@@ -105,7 +109,10 @@ class _Export:
         ]
         if wrong:
             raise ConfigError(f"model={weights.model.name}: cannot be written for Hugging Face: {'; '.join(wrong[:8])}")
-        self._places = dict(self._find_places())
+        # By key: our name, the first row in it, and rows; of experts that lie in one tensor, for each.
+        self._places: dict[str, list[tuple[str, int, Rows]]] = {}
+        for key, place in self._find_places():
+            self._places.setdefault(key, []).append(place)
         for copy in both.copies:
             if copy.written:
                 self._places[copy.key] = self._places[copy.original]
@@ -113,23 +120,32 @@ class _Export:
     def announced(self) -> Iterator[Announced]:
         """All tensors, in the order of their names there."""
         for key in sorted(self._places):
-            name, _, rows = self._places[key]
+            name, _, rows = self._places[key][0]
             if not self._quantised(key):
-                yield Announced(key, self._dtype(name), rows.shape)
+                yield Announced(key, self._dtype(name), rows.whole_shape)
                 continue
             yield Announced(key, FP8, rows.shape)
             yield Announced(key + SCALE, torch.float32, tuple(-(-size // FP8_BLOCK) for size in rows.shape))
 
-    def value(self, key: str) -> Tensor:
+    def value(self, key: str) -> Value:
         if key not in self._places:
             return self._codes(key.removesuffix(SCALE))[1]
-        return self._codes(key)[0] if self._quantised(key) else self._values(key, self._dtype(self._places[key][0]))
+        if self._quantised(key):
+            return self._codes(key)[0]
+        places, dtype = self._places[key], self._dtype(self._places[key][0][0])
+        if places[0][2].index is None:
+            return self._values(places[0], dtype)
+        return (self._values(place, dtype)[None] for place in places)
 
-    def _values(self, key: str, dtype: torch.dtype) -> Tensor:
-        name, first, rows = self._places[key]
+    def _values(self, place: tuple[str, int, Rows], dtype: torch.dtype) -> Tensor:
+        name, first, rows = place
         columns = rows.shape[1] if len(rows.shape) > 1 else 1
         flat = self.weights.read(name, first * columns, (first + rows.shape[0]) * columns)
         values = flat.view(rows.shape).to(dtype)
+        if rows.turns:
+            values = torch.stack(values.chunk(2), dim=1).flatten(0, 1)
+        if rows.transposed:
+            return values.T
         return torch.cat(values.chunk(2, dim=1)[::-1], dim=1) if rows.swap else values
 
     def _quantised(self, key: str) -> bool:
@@ -138,7 +154,7 @@ class _Export:
             return False
         if self.weights.scales:
             return key in self.weights.scales
-        name, _, rows = self._places[key]
+        name, _, rows = self._places[key][0]
         return len(rows.shape) == 2 and bool(_IN_FP8.fullmatch(name))
 
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
@@ -148,7 +164,7 @@ class _Export:
         return self._last[1]
 
     def _quantise(self, key: str) -> tuple[Tensor, Tensor]:
-        values = self._values(key, torch.float32)
+        values = self._values(self._places[key][0], torch.float32)
         if key in self.weights.scales:
             scale = self.weights.read_scale(key)
             by_row = scale.where(scale != 0, 1).repeat_interleave(FP8_BLOCK, 0)[: values.shape[0]]
