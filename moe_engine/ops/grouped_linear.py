@@ -32,10 +32,10 @@ class _GroupedLinear(torch.autograd.Function):
             kept = d_out if waits(queue, ctx.parameter) else wide
             x = x.detach()  # with its graph, all that led to it would wait too
 
-            def make() -> Tensor:
-                return grouped_wgrad(kept, x, counts, **launch(queue))
+            def make(to: Tensor | None = None) -> Tensor:
+                return grouped_wgrad(kept, x, counts, to, **launch(queue))
 
-            d_weight = weight_gradient(queue, ctx.parameter, make)
+            d_weight = weight_gradient(queue, ctx.parameter, make, make)
         return d_x, d_weight, None, None
 
 

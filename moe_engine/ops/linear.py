@@ -43,7 +43,9 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             kept = d_out if waits(ctx.queue, ctx.parameter) else wide
             x = x.detach()  # with its graph, all that led to it would wait too
-            d_weight = weight_gradient(ctx.queue, ctx.parameter, lambda: wgrad(kept, x))
+            d_weight = weight_gradient(
+                ctx.queue, ctx.parameter, lambda: wgrad(kept, x), lambda to: wgrad(kept, x, out=to)
+            )
         return d_x, d_weight, None
 
 

@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
             d_logits = d_logits.mul_(d_losses[rows].where(valid, 0)[:, None]).to(x.dtype)
             d_x[rows] = gemm(d_logits, weight)
             if d_weight is not None:
-                d_weight += wgrad(d_logits, x[rows])
+                wgrad(d_logits, x[rows], out=d_weight)
         return d_x, d_weight, None
 
 

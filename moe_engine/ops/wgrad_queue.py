@@ -7,6 +7,9 @@ runs: if the queue is deferring, the op leaves a closure there in place of the w
 Autograd visits a leaf even when an op returns None for it, and then fires the leaf's post-accumulate hooks with
 nothing accumulated; a gradient reduction started there would miss the deferred part. So a queued parameter's hooks
 are put aside until its weight gradient is run.
+
+Where a parameter has a wide gradient already, as with the engine's optimizer, a product adds to it by itself: what
+would be made, read and added otherwise never exists. Both ways of running a backward do that alike, in one order.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+Make = Callable[[], Tensor]  # gives a weight gradient
+Add = Callable[[Tensor], object]  # adds it to a tensor
+
 
 class Launch(TypedDict):
     """Options of a grouped product: programs that it starts, None for one on each multiprocessor; whether in its Hopper
@@ -32,7 +38,8 @@ class Launch(TypedDict):
 @dataclass(frozen=True)
 class _Entry:
     parameter: Tensor
-    make: Callable[[], Tensor]
+    make: Make
+    add: Add | None
 
 
 class WgradQueue:
@@ -46,6 +53,7 @@ class WgradQueue:
     def __init__(self, hopper: bool = False) -> None:
         self.num_sms: int | None = None
         self.hopper = hopper
+        self.gives = False  # gradients are asked for: none is added to what is there
         self._batches: dict[Hashable, deque[_Entry]] = {}
         self._open: deque[_Entry] | None = None
         self._muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # a parameter's registry of hooks, and the hooks
@@ -83,16 +91,16 @@ class WgradQueue:
             self._muted.clear()
 
     def without_waiting(self) -> WgradQueue:
-        """A queue in which nothing waits, whose products are launched as those of this one now are."""
+        """A queue in which nothing waits and whose products give all gradients to autograd, launched as this one's now."""
         queue = WgradQueue(self.hopper)
-        queue.num_sms = self.num_sms
+        queue.num_sms, queue.gives = self.num_sms, True
         return queue
 
-    def push(self, parameter: Tensor, make: Callable[[], Tensor]) -> None:
-        """Queue `make`, which will give a gradient of the leaf `parameter`."""
+    def push(self, parameter: Tensor, make: Make, add: Add | None = None) -> None:
+        """Queue `make`, which will give a gradient of the leaf `parameter`, or `add`, see `weight_gradient`."""
         if self._open is None:
             raise ValueError("push: the queue is not deferring")
-        self._open.append(_Entry(parameter, make))
+        self._open.append(_Entry(parameter, make, add))
         registry = parameter._post_accumulate_grad_hooks
         if registry:
             self._muted.append((registry, dict(registry)))
@@ -103,7 +111,8 @@ class WgradQueue:
         """Make the weight gradients of the batch `key` first in, first out, and accumulate them.
 
         A parameter used several times gets one gradient, the sum in the order of the queue, as under ordinary
-        autograd; its post-accumulate hooks fire once. Raises KeyError when there is no such batch.
+        autograd, unless its uses add to what is there; its post-accumulate hooks fire once. Raises KeyError when there
+        is no such batch.
         """
         batch = self._batches.pop(key)
         uses_left = Counter(id(entry.parameter) for entry in batch)
@@ -111,11 +120,12 @@ class WgradQueue:
         while batch:
             entry = batch.popleft()  # out of the queue at once, so that its tensors are freed one by one
             parameter, index = entry.parameter, id(entry.parameter)
-            grad = entry.make().to(gradient_dtype(parameter))
-            sums[index] = sums[index] + grad if index in sums else grad
+            if not _added(parameter, entry.add):
+                grad = entry.make().to(gradient_dtype(parameter))
+                sums[index] = sums[index] + grad if index in sums else grad
             uses_left[index] -= 1
             if uses_left[index] == 0:
-                accumulate(parameter, sums.pop(index))
+                accumulate(parameter, sums.pop(index, None))
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -125,22 +135,39 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def accumulate(parameter: Tensor, grad: Tensor) -> None:
+def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
     """Do what autograd does at a leaf: add `grad` to `parameter.grad`, then fire the post-accumulate hooks."""
     if parameter.grad is None:
-        parameter.grad = grad.to(gradient_dtype(parameter))
-    else:
+        parameter.grad = None if grad is None else grad.to(gradient_dtype(parameter))
+    elif grad is not None:
         parameter.grad += grad
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
 
 
-def weight_gradient(queue: WgradQueue | None, parameter: Tensor | None, make: Callable[[], Tensor]) -> Tensor | None:
-    """The weight gradient, or None after leaving it in a deferring queue. Only leaves (`parameter`) ever wait."""
-    if queue is None or parameter is None or not queue.deferring:
+def weight_gradient(
+    queue: WgradQueue | None, parameter: Tensor | None, make: Make, add: Add | None = None
+) -> Tensor | None:
+    """The weight gradient; or None after leaving it in a deferring queue, or after adding it to the one that is there.
+
+    Only leaves (`parameter`) ever wait, or are added to. add: adds what `make` would give to an fp32 (fp64) tensor.
+    """
+    if queue is None or parameter is None:
         return make()
-    queue.push(parameter, make)
-    return None
+    if queue.deferring:
+        queue.push(parameter, make, add)
+        return None
+    return None if not queue.gives and _added(parameter, add) else make()
+
+
+@torch.no_grad()
+def _added(parameter: Tensor, add: Add | None) -> bool:
+    """Whether `add` could add to the parameter's gradient."""
+    grad = parameter.grad
+    if add is None or grad is None or grad.dtype not in (torch.float32, torch.float64):
+        return False
+    add(grad)
+    return True
 
 
 def waits(queue: WgradQueue | None, parameter: Tensor | None) -> bool:

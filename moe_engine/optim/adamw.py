@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
 
 
 def adamw(
@@ -30,15 +29,13 @@ def adamw(
 
     `step` counts from 1: it is the number of this update, for the bias corrections.
     """
-    done = torch.full((), step - 1, dtype=torch.float32, device=master.device)  # torch counts this update itself
-    torch_adamw(
+    torch._fused_adamw_(
         [master],
         [gradient],
         [exp_avg],
         [exp_avg_sq],
-        max_exp_avg_sqs=[],
-        state_steps=[done],
-        fused=True,
+        [],
+        [torch.full((), step, dtype=torch.float32, device=master.device)],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

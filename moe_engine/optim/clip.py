@@ -3,10 +3,10 @@
 Floating-point sums depend on their order, and the order depends on where shards are cut. They are cut at multiples of
 CHUNK elements (`layout.ALIGNMENT`), so the squares of each chunk of a parameter are summed in fp64, in a fixed order;
 a parameter that is no multiple of CHUNK has chunks of one element. The sums of chunks are then summed as integers: for
-each global name, the largest magnitude in the world gives a power of two that brings them below 2^62 in all; what
-int64 cuts off goes into a second int64 with as many bits again. Integer sums are exact in any order, and the last sum,
-over global names, is exactly rounded. The relative error is near 1e-16 and at most 2^(3L-123) for a parameter of 2^L
-elements (1e-12 at 2^27), whatever the gradients.
+each global name, the largest sum of a chunk in the world (or the largest magnitude, where it must be known first) gives
+a power of two that brings them below 2^62 in all; what int64 cuts off goes into a second int64 with as many bits again.
+Integer sums are exact in any order, and the last sum, over global names, is exactly rounded. The relative error is near
+1e-16 and at most 2^(3L-123) for a parameter of 2^L elements (1e-12 at 2^27), whatever the gradients.
 
 Each rank gives the elements that it owns after the reduction; a parameter that several stages hold is cut over all
 its holders, so every logical element counts once.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.distributed.collectives import Communicator
+from moe_engine.ops.threads import share_out
 
 CHUNK = 64  # elements whose squares are summed before they become integers, which is the slow part
 BLOCK = 1 << 16  # elements squared at a time: the 8-byte intermediates stay in a CPU's cache …
@@ -52,24 +53,60 @@ class GradientNorm:
 
     def __call__(self, gradients: Sequence[Tensor]) -> float:
         """The norm of `gradients`, the owned parts in the order of `owned`; inf when any element is inf or NaN."""
-        largest = self._largest(gradients)
+        sums = self._sums_of_chunks(gradients)
+        largest = self._largest(gradients, sums)
         if not all(map(math.isfinite, largest)):
             return math.inf
         exponents = [max(math.frexp(value)[1], SMALLEST_EXPONENT) for value in largest]
-        sums = torch.zeros(len(self.numel), 2, dtype=torch.int64, device=self.device)
-        for place, gradient in zip(self.places, gradients, strict=True):
+        totals = torch.zeros(len(self.numel), 2, dtype=torch.int64, device=self.device)
+        for place, gradient, of_chunks in zip(self.places, gradients, sums, strict=True):
             half = self.half_bits[place]
-            sums[place] = _sum_of_squares(gradient, half - exponents[place], 2 * half, self.chunks[place])
-        totals = self.world.all_reduce_sum(sums, "gradient squares").tolist()
-        return _norm(totals, exponents, self.half_bits)
+            exponent = half - exponents[place]
+            if of_chunks is None:
+                totals[place] = _sum_of_squares(gradient, exponent, 2 * half, self.chunks[place])
+            else:
+                totals[place] = _integers(of_chunks.mul_(math.ldexp(1.0, 2 * exponent)), 2 * half)
+        summed = self.world.all_reduce_sum(totals, "gradient squares").tolist()
+        return _norm(summed, exponents, self.half_bits)
 
-    def _largest(self, gradients: Sequence[Tensor]) -> list[float]:
-        """The largest magnitude of each name over the world; inf also for NaN (not every backend's max keeps it)."""
+    def _sums_of_chunks(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums of squares of each gradient's chunks; None where they are taken later.
+
+        That is in fp64, whose squares may leave its range until they are scaled, and where chunks are single elements.
+        """
+        found: list[Tensor | None] = []
+        pieces = []
+        size = BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
+        for place, gradient in zip(self.places, gradients, strict=True):
+            if gradient.dtype == torch.float64 or self.chunks[place] == 1:
+                found.append(None)
+                continue
+            sums = torch.empty(gradient.numel() // CHUNK, dtype=torch.float64, device=self.device)
+            found.append(sums)
+            pieces += list(zip(gradient.split(size), sums.split(size // CHUNK), strict=True))
+
+        def work(some: Sequence[tuple[Tensor, Tensor]]) -> None:
+            scratch = torch.empty(size if some else 0, dtype=torch.float64, device=self.device)
+            for block, to in some:
+                squares = scratch[: block.numel()].copy_(block).square_()
+                torch.sum(squares.view(-1, CHUNK), dim=1, out=to)
+
+        share_out(work, pieces)
+        return found
+
+    def _largest(self, gradients: Sequence[Tensor], sums: Sequence[Tensor | None]) -> list[float]:
+        """What bounds the magnitudes of each name over the world: the root of the largest sum of a chunk, or, without
+        these, the largest magnitude. inf also for NaN (not every backend's max keeps it).
+        """
         largest = torch.zeros(len(self.numel), dtype=torch.float64, device=self.device)
         if gradients:
-            ends = torch.stack([torch.stack(gradient.aminmax()) for gradient in gradients])  # NaN gives NaN
-            places = torch.tensor(self.places, device=self.device)
-            largest[places] = ends.abs().amax(dim=1).double().nan_to_num(nan=math.inf, posinf=math.inf)
+            own = torch.stack(
+                [
+                    torch.stack(gradient.aminmax()).abs().amax().double() if each is None else each.amax().sqrt()
+                    for gradient, each in zip(gradients, sums, strict=True)
+                ]
+            )  # NaN gives NaN
+            largest[torch.tensor(self.places, device=self.device)] = own.nan_to_num(nan=math.inf, posinf=math.inf)
         found: list[float] = self.world.all_reduce_max(largest, "gradient magnitudes").tolist()
         return found
 
@@ -100,10 +137,15 @@ def _sum_of_squares(gradient: Tensor, exponent: int, low_bits: int, chunk: int) 
     size = BLOCK if gradient.device.type == "cpu" else DEVICE_BLOCK
     for part in gradient.split(size * chunk):
         sums = torch.cat([_chunk_sums(block, first, chunk) for block in part.split(size)]).mul_(last)
-        whole = sums.floor()
-        rest = sums.sub_(whole).mul_(2.0**low_bits).round_()
-        total += torch.stack([whole.long().sum(), rest.long().sum()])
+        total += _integers(sums, low_bits)
     return total
+
+
+def _integers(sums: Tensor, low_bits: int) -> Tensor:
+    """The sum of `sums`, which are used up, as [integer part, rest in units of 2^-low_bits], int64 [2]."""
+    whole = sums.floor()
+    rest = sums.sub_(whole).mul_(2.0**low_bits).round_()
+    return torch.stack([whole.long().sum(), rest.long().sum()])
 
 
 def _chunk_sums(block: Tensor, factor: float, chunk: int) -> Tensor:

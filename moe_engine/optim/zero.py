@@ -17,7 +17,7 @@ counts, so nothing is averaged), `step` (clip, AdamW on the shards, gather of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,12 +29,13 @@ from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import aligned
 from moe_engine.model.names import NamedParameter
+from moe_engine.ops.threads import share_out
 from moe_engine.optim.adamw import adamw
 from moe_engine.optim.clip import GradientNorm, clip_scale
 from moe_engine.optim.relocate import Move, Stacked, exchange
 
 BLOCK = 1 << 22  # elements of a shard communicated at a time: bounds what a reduction or a gather needs beside
-UPDATE_BLOCK = 1 << 19  # elements updated at a time on a CPU: what one pass wrote, the next still finds in the cache
+UPDATE_BLOCK = 1 << 16  # elements updated at a time on a CPU: what one pass wrote, the next still finds in the cache
 
 
 class Shard(NamedTuple):
@@ -163,22 +164,26 @@ class _Bucket:
 
     def update(self, optim: OptimConfig, step: int, lr: float, scale: float) -> None:
         """AdamW on the shard, with gradients multiplied by `scale`; its values follow."""
-        size = UPDATE_BLOCK if self.master.device.type == "cpu" else BLOCK
-        for block in self._blocks(size):
-            gradient = self.gradient_shard[block].to(self.master.dtype)
-            adamw(
-                self.master[block],
-                self.exp_avg[block],
-                self.exp_avg_sq[block],
-                gradient if scale == 1.0 else gradient * scale,
-                step=step,
-                lr=lr,
-                beta1=optim.beta1,
-                beta2=optim.beta2,
-                eps=optim.eps,
-                weight_decay=self.weight_decay,
-            )
-            self.own_values[block] = self.master[block]
+        own, gradients = self.own_values, self.gradient_shard
+
+        def work(blocks: Sequence[slice]) -> None:
+            for block in blocks:
+                gradient, master = gradients[block].to(self.master.dtype), self.master[block]
+                adamw(
+                    master,
+                    self.exp_avg[block],
+                    self.exp_avg_sq[block],
+                    gradient if scale == 1.0 else gradient * scale,
+                    step=step,
+                    lr=lr,
+                    beta1=optim.beta1,
+                    beta2=optim.beta2,
+                    eps=optim.eps,
+                    weight_decay=self.weight_decay,
+                )
+                own[block] = master
+
+        share_out(work, list(self._blocks(UPDATE_BLOCK if self.master.device.type == "cpu" else BLOCK)))
 
     def follow_master(self) -> None:
         """Set the whole parameters from the masters of all sharers."""

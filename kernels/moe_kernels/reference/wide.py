@@ -107,15 +107,20 @@ def grouped_gemm(
     return out.to(dtype) if out.shape[1] == columns else out[:, :columns].to(dtype).contiguous()
 
 
-def wgrad(d_out: Tensor, a: Tensor) -> Tensor:
+def wgrad(d_out: Tensor, a: Tensor, out: Tensor | None = None) -> Tensor:
     """Weight gradient of a linear layer: d_out [R, out], a [R, in] -> d_out^T @ a [out, in].
 
-    In fp32 where that costs no more than the inputs' own dtype (GPUs, and CPUs without 16-bit products).
+    In fp32 where that costs no more than the inputs' own dtype (GPUs, and CPUs without 16-bit products). With `out`
+    [out, in], fp32 (fp64), adds to it and returns it.
     """
     compute = matmul_dtype(a.dtype, a.device)
     if a.device.type == "cuda" and compute in (torch.bfloat16, torch.float16):
-        return torch.mm(d_out.T, a, out_dtype=torch.float32)
-    return d_out.T.to(compute) @ a.to(compute)
+        grad = torch.mm(d_out.T, a, out_dtype=torch.float32)
+    elif out is not None and out.dtype == compute:
+        return out.addmm_(d_out.T.to(compute), a.to(compute))
+    else:
+        grad = d_out.T.to(compute) @ a.to(compute)
+    return grad if out is None else out.add_(grad)
 
 
 def as_list(counts: Sequence[int] | Tensor) -> Sequence[int]:
@@ -139,16 +144,17 @@ def grouped_wgrad(
     counts = as_list(counts)
     compute = matmul_dtype(a.dtype, a.device)
     d_out, a = d_out.to(compute), a.to(compute)
-    grad = a.new_empty(len(counts), d_out.shape[1], a.shape[1])
+    adds = out is not None and out.dtype == compute
+    grad = out if out is not None and adds else a.new_empty(len(counts), d_out.shape[1], a.shape[1])
     start = 0
     for group, count in enumerate(counts):
         stop = start + count
         if count:
-            torch.mm(d_out[start:stop].T, a[start:stop], out=grad[group])
-        else:
+            torch.addmm(grad[group], d_out[start:stop].T, a[start:stop], beta=1 if adds else 0, out=grad[group])
+        elif not adds:
             grad[group] = 0
         start = stop
-    return grad if out is None else out.add_(grad)
+    return grad if out is None or adds else out.add_(grad)
 
 
 def permute(x: Tensor, source: Tensor) -> Tensor:
