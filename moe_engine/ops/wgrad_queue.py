@@ -91,7 +91,7 @@ class WgradQueue:
             self._muted.clear()
 
     def without_waiting(self) -> WgradQueue:
-        """A queue in which nothing waits and whose products give all gradients to autograd, launched as this one's now."""
+        """A queue in which nothing waits and whose products give autograd all gradients, launched as this one's."""
         queue = WgradQueue(self.hopper)
         queue.num_sms, queue.gives = self.num_sms, True
         return queue
