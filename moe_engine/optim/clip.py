@@ -87,9 +87,12 @@ class GradientNorm:
 
         def work(some: Sequence[tuple[Tensor, Tensor]]) -> None:
             scratch = torch.empty(size if some else 0, dtype=torch.float64, device=self.device)
+            whole = scratch, scratch.view(-1, CHUNK)
             for block, to in some:
-                squares = scratch[: block.numel()].copy_(block).square_()
-                torch.sum(squares.view(-1, CHUNK), dim=1, out=to)
+                n = block.numel()
+                squares, of_chunks = whole if n == size else (scratch[:n], scratch[:n].view(-1, CHUNK))
+                squares.copy_(block).square_()
+                torch.sum(of_chunks, dim=1, out=to)
 
         share_out(work, pieces)
         return found

@@ -35,7 +35,7 @@ from moe_engine.optim.clip import GradientNorm, clip_scale
 from moe_engine.optim.relocate import Move, Stacked, exchange
 
 BLOCK = 1 << 22  # elements of a shard communicated at a time: bounds what a reduction or a gather needs beside
-UPDATE_BLOCK = 1 << 16  # elements updated at a time on a CPU: what one pass wrote, the next still finds in the cache
+UPDATE_BLOCK = 1 << 17  # elements updated at a time on a CPU: what one pass wrote, the next still finds in the cache
 
 
 class Shard(NamedTuple):
@@ -164,16 +164,21 @@ class _Bucket:
 
     def update(self, optim: OptimConfig, step: int, lr: float, scale: float) -> None:
         """AdamW on the shard, with gradients multiplied by `scale`; its values follow."""
-        own, gradients = self.own_values, self.gradient_shard
+        device, dtype = self.master.device, self.master.dtype
+        size = UPDATE_BLOCK if device.type == "cpu" else BLOCK
+        flat = (self.master, self.exp_avg, self.exp_avg_sq, self.gradient_shard, self.own_values)
 
-        def work(blocks: Sequence[slice]) -> None:
-            for block in blocks:
-                gradient, master = gradients[block].to(self.master.dtype), self.master[block]
+        def work(blocks: Sequence[tuple[Tensor, ...]]) -> None:
+            scaled = torch.empty(min(size, self.shard_size) if scale != 1.0 else 0, dtype=dtype, device=device)
+            for master, exp_avg, exp_avg_sq, gradient, values in blocks:
+                gradient = gradient.to(dtype)
+                if scale != 1.0:
+                    gradient = torch.mul(gradient, scale, out=scaled if len(gradient) == size else None)
                 adamw(
                     master,
-                    self.exp_avg[block],
-                    self.exp_avg_sq[block],
-                    gradient if scale == 1.0 else gradient * scale,
+                    exp_avg,
+                    exp_avg_sq,
+                    gradient,
                     step=step,
                     lr=lr,
                     beta1=optim.beta1,
@@ -181,9 +186,9 @@ class _Bucket:
                     eps=optim.eps,
                     weight_decay=self.weight_decay,
                 )
-                own[block] = master
+                values.copy_(master)
 
-        share_out(work, list(self._blocks(UPDATE_BLOCK if self.master.device.type == "cpu" else BLOCK)))
+        share_out(work, list(zip(*(x.split(size) for x in flat), strict=True)))
 
     def follow_master(self) -> None:
         """Set the whole parameters from the masters of all sharers."""
@@ -215,10 +220,9 @@ class _Bucket:
         self.owned = list(self._find_owned())
         return True
 
-    def _blocks(self, size: int | None = None) -> Iterator[slice]:
-        size = size or BLOCK
-        for start in range(0, self.shard_size, size):
-            yield slice(start, min(start + size, self.shard_size))
+    def _blocks(self) -> Iterator[slice]:
+        for start in range(0, self.shard_size, BLOCK):
+            yield slice(start, min(start + BLOCK, self.shard_size))
 
 
 class ZeroOptimizer:
