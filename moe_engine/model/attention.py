@@ -24,6 +24,7 @@ from moe_engine.model.batch import Batch
 from moe_engine.model.context_parallel import ContextParallel, SharedRows, shared_attention
 from moe_engine.model.core_attention import (
     core_attention,
+    keeps_result,
     latent_core_attention,
     reads_latent_projections,
     sink_attention,
@@ -119,7 +120,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [T, D] -> [T, D]."""
         projected = self.project(x, context, queue, segments)
-        return self.out(self.core(projected, context, queue, segments, label), queue)
+        return self.project_out(self.core(projected, context, queue, segments, label), context, queue)
 
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
@@ -158,6 +159,14 @@ class Attention(nn.Module):
 
         result: Tensor = segment(segments, "attention", attend, *projected)
         return result
+
+    def project_out(self, y: Tensor, context: SequenceContext, queue: WgradQueue | None) -> Tensor:
+        """The core's result y [T, H * value] -> [T, D]. In most ways of its own the core keeps y for its backward."""
+        if context.shared is None:
+            held = self.sinks is not None or keeps_result(y.device, context.visible)
+        else:
+            held = self.cp is not None and self.cp.exchange != "ulysses"  # there y came back from other ranks
+        return self.out(y, queue, held)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """The core on one rank, of what `project` gave: [B, S, H, value]."""

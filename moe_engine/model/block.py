@@ -165,7 +165,7 @@ class Block(nn.Module):
             return self.attention.project(segment(parts, "norm", self.attention_norm, x), context, queue, parts)
 
         def finish(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + self.attention.out(y, queue)
+            x = x + self.attention.project_out(y, context, queue)
             return x, segment(parts, "norm", self.mlp_norm, x)
 
         def attend(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,11 @@ def reads_latent_projections(device: torch.device, visible: Visible) -> bool:
     return is_short(device, visible)
 
 
+def keeps_result(device: torch.device, visible: Visible) -> bool:
+    """Whether `core_attention` keeps its result for backward; the short way keeps the softmax in its place."""
+    return not is_short(device, visible)
+
+
 def latent_core_attention(
     q: Tensor, kv: Tensor, k_rope: Tensor, visible: Visible, scale: float, turn: Turn, value: int
 ) -> Tensor:

@@ -106,10 +106,10 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x: Tensor, counts: Counts, fp8: Fp8, queue: WgradQueue | None, *weights: Tensor
+        ctx: Any, x: Tensor, counts: Counts, fp8: Fp8, queue: WgradQueue | None, held: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         codes = quantize(x, power_of_two=fp8.power_of_two)
-        ctx.save_for_backward(codes.codes, codes.scale)
+        ctx.save_for_backward(*((x,) if held else (codes.codes, codes.scale)))
         ctx.fp8, ctx.queue, ctx.counts, ctx.dtype = fp8, queue, counts, x.dtype
         ctx.parameters, ctx.weights = [leaf(w) for w in weights], [fp8.weight(w) for w in weights]
         ctx.shapes = [w.shape for w in weights]
@@ -118,10 +118,12 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        codes, d_x, d_weights = Codes(*ctx.saved_tensors), None, []
+        saved, power_of_two = ctx.saved_tensors, ctx.fp8.power_of_two
+        codes = Codes(*saved) if len(saved) == 2 else quantize(saved[0], power_of_two=power_of_two)
+        d_x, d_weights = None, []
         several = len(grads) > 1  # their input gradients are summed in fp32
         for d_out, weight, parameter, shape, needed in zip(
-            grads, ctx.weights, ctx.parameters, ctx.shapes, ctx.needs_input_grad[4:], strict=True
+            grads, ctx.weights, ctx.parameters, ctx.shapes, ctx.needs_input_grad[5:], strict=True
         ):
             gradient = _OutputGradient(d_out, ctx.counts, ctx.fp8, needed)
             if ctx.needs_input_grad[0]:
@@ -130,21 +132,26 @@ class _Linears(torch.autograd.Function):
                 d_x = part if d_x is None else d_x.add_(part)
             make = gradient.weight_gradient(codes, None, shape, ctx.queue)
             d_weights.append(weight_gradient(ctx.queue, parameter, make) if needed else None)
-        return None if d_x is None else d_x.to(ctx.dtype), None, None, None, *d_weights
+        return None if d_x is None else d_x.to(ctx.dtype), None, None, None, None, *d_weights
 
 
-def fp8_linears(x: Tensor, weights: Sequence[Tensor], fp8: Fp8, queue: WgradQueue | None = None) -> list[Tensor]:
-    """x W^T for several W: x [..., in], weights [out, in] each -> [..., out] each. x is quantised and kept once."""
+def fp8_linears(
+    x: Tensor, weights: Sequence[Tensor], fp8: Fp8, queue: WgradQueue | None = None, held: bool = False
+) -> list[Tensor]:
+    """x W^T for several W: x [..., in], weights [out, in] each -> [..., out] each. x is quantised and kept once.
+
+    held: what made x keeps it for its own backward, so x is kept, which costs nothing, and quantised again there.
+    """
     x, *cast = cast_operands(x, *weights)
     flat = x.reshape(-1, x.shape[-1])
-    outs = _Linears.apply(flat, _whole(flat), fp8, queue, *cast)
+    outs = _Linears.apply(flat, _whole(flat), fp8, queue, held, *cast)
     return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
 
 def fp8_grouped_linear(x: Tensor, weight: Tensor, counts: Counts, fp8: Fp8, queue: WgradQueue | None = None) -> Tensor:
     """`grouped_linear` in fp8: x [N, in] sorted by group, counts of each, weight [e, out, in] -> [N, out]."""
     x, weight = cast_operands(x, weight)
-    out: Tensor = _Linears.apply(x, counts, fp8, queue, weight)[0]
+    out: Tensor = _Linears.apply(x, counts, fp8, queue, False, weight)[0]
     return out
 
 

@@ -78,14 +78,17 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw nothing: torch's generator depends on what was made before, and so on the layout."""
 
-    def forward(self, x: Tensor, queue: WgradQueue | None = None) -> Tensor:
-        return linears(x, [self], queue)[0]
+    def forward(self, x: Tensor, queue: WgradQueue | None = None, held: bool = False) -> Tensor:
+        return linears(x, [self], queue, held)[0]
 
 
-def linears(x: Tensor, layers: Sequence[Linear], queue: WgradQueue | None = None) -> list[Tensor]:
-    """Several layers of one input: x [..., in] -> [..., out] each. In fp8 the input is quantised and kept once."""
+def linears(x: Tensor, layers: Sequence[Linear], queue: WgradQueue | None = None, held: bool = False) -> list[Tensor]:
+    """Several layers of one input: x [..., in] -> [..., out] each. In fp8 the input is quantised and kept once.
+
+    held: see `fp8_linears`; the others keep x as it is anyway.
+    """
     if layers[0].fp8 is not None:
-        found = fp8_linears(x, [layer.weight for layer in layers], layers[0].fp8, queue)
+        found = fp8_linears(x, [layer.weight for layer in layers], layers[0].fp8, queue, held)
     else:
         found = [linear(x, layer.weight, queue) for layer in layers]
     return [y if layer.bias is None else add_vector(y, layer.bias) for y, layer in zip(found, layers, strict=True)]

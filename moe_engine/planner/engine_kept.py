@@ -119,6 +119,8 @@ def queued_tensors(sizes: Sizes, moe: bool) -> list[Kept]:
     model, tp, tokens = sizes.model, sizes.strategy.layout.tp, sizes.tokens
     kept = {tensor.name: tensor.bytes for tensor in block_tensors(sizes, moe) if tensor.name in _READ[sizes.fp8]}
     latents = sizes.strategy.layout.cp > 1 and sizes.strategy.payload == "latent"
+    if sizes.fp8:  # made in backward, from the numbers that attention keeps
+        kept["attention out codes"] = sizes.read(tokens, model.num_heads / tp * model.v_head_dim)
     matrices = [matrix for matrix in model.attention() if not (latents and matrix.name == "kv up")]
     gradients = sum(sizes.waiting(tokens, matrix.outputs / tp) for matrix in matrices)
     if latents:  # its weight gradient is made with the others' latents at hand, and waits as it is
@@ -228,6 +230,8 @@ def _over_ranks(sizes: Sizes, alone: list[Kept]) -> list[Kept]:
         if sizes.fp8:
             found.append(Kept("latents", tokens * model.kv_lora_rank * number, ("norm",)))
     if strategy.exchange == "ulysses":
+        if sizes.fp8:  # the projection of what came back
+            found.append(Kept("attention out codes", sizes.read(tokens, model.num_heads * model.v_head_dim)))
         dropped.add("q")
         found.append(Kept("q", tokens * model.num_heads * model.qk_head_dim * number, stays=True))
         found.append(Kept("results of heads", tokens * model.num_heads * model.v_head_dim * number, stays=True))
@@ -259,7 +263,6 @@ def _attention_of_one_rank(sizes: Sizes) -> list[Kept]:
     numbers = tokens * heads * value * number
     out = [
         Kept("attention out", numbers if sizes.fp8 else sizes.read(tokens, heads * value), ("core_attn",)),
-        Kept("attention out codes", sizes.read(tokens, heads * value) * sizes.fp8),
         Kept("log-sum-exp", tokens * heads * sizes.wide, ("core_attn",)),
     ]
     queries = Kept("q", tokens * heads * qk * number)

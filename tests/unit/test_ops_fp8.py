@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from measures import calc_diff, randn, same_bits
+from measures import assert_same_bits, calc_diff, randn, same_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -79,6 +79,32 @@ def test_linears_multiply_codes(rows: int, inner: int, outer: int, wgrad: str) -
             calc_diff(outs[0], x.double() @ w.double().T), calc_diff(d_x, exact_x), calc_diff(d_w, exact_w)
         ]  # fmt: skip
         assert max(differences) < 1.5e-3 and min(differences) > 1e-5, differences
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_input_that_is_held_anyway_is_kept_alone_with_the_same_bits(power_of_two: bool, waits: bool) -> None:
+    x, w, d_out = randn(150, 136).requires_grad_(), randn(72, 136, seed=1).requires_grad_(), randn(150, 72, seed=2)
+    results, kept = [], []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for held in (False, True):
+        x.grad = w.grad = None
+        kept.clear()
+        queue = WgradQueue()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+            (out,) = fp8_linears(x, [w], Fp8(power_of_two=power_of_two), queue, held)
+        assert [y.dtype for y in kept] == ([BF16] if held else [torch.float8_e4m3fn, torch.float32])
+        assert not held or kept[0].data_ptr() == x.data_ptr()
+        with queue.defer("batch", waits):
+            out.backward(d_out)
+        if waits:
+            queue.run("batch")
+        results.append([out, x.grad, w.grad])
+    assert_same_bits(*results)
 
 
 def experts_and_rows(biases: bool = False) -> tuple[Experts, Rows]:
