@@ -25,12 +25,12 @@ from moe_engine.config.schema import (
 from moe_engine.config.strict import shown
 from moe_engine.planner import report, search
 from moe_engine.planner.answer import answer
+from moe_engine.planner.calibrate import DEFAULTS
 from moe_engine.planner.efficiencies import efficiency_of_card, read_efficiencies
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.measured import read_table
 from moe_engine.planner.memory import zero_table
 from moe_engine.planner.request import PlanSection, Request, efficiency_of, precision_of, request
-from moe_engine.planner.validate import DEFAULTS
 
 SUMMARY = "plan a run: memory of every rank, time of a step, days and GPU-hours"
 TOPICS = ("memory_70b",)
@@ -159,7 +159,9 @@ def known_efficiency(config: PlanConfig) -> tuple[Efficiency, str]:
     compute = precision_of(config.precision, config.plan).compute
     path = Path(config.plan.efficiencies) if config.plan.efficiencies else conf_folder() / "published/efficiencies.csv"
     known = read_efficiencies(read_table(path))
-    return efficiency_of_card(known, config.cluster.card, compute, config.plan.software, DEFAULTS[compute])
+    card, software = config.cluster.card, config.plan.software
+    experts = config.model.num_dense_layers < config.model.num_layers
+    return efficiency_of_card(known, card, compute, software, DEFAULTS[compute], experts)
 
 
 def _measured(config: PlanConfig) -> int:

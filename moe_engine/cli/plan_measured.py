@@ -6,11 +6,12 @@ from pathlib import Path
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import choices, conf_folder, from_yaml
+from moe_engine.planner.calibrate import fitted
 from moe_engine.planner.efficiencies import write_efficiencies
 from moe_engine.planner.hardware import ClusterConfig
 from moe_engine.planner.measured import Tables, read_feasibility, read_measurements, read_table
 from moe_engine.planner.report import Table
-from moe_engine.planner.validate import check_feasibility, check_memory, fitted, validate
+from moe_engine.planner.validate import check_feasibility, check_memory, validate
 from moe_engine.planner.validation_report import feasibility_table, memory_table, validation_tables
 
 MEASURED = ("source", "model", "gpu", "gpus", "tp", "pp", "iter_time_s", "tokens_per_s_per_gpu", "note")
@@ -37,12 +38,17 @@ def calibration(path: Path, out: Path) -> list[Table]:
     used, dropped = read_measurements(rows, published())
     found = fitted(used)
     write_efficiencies(out, found)
-    header = ["card", "format", "software", "rows", *vars(next(iter(found.values())).efficiency)]
+    names = list(vars(next(iter(found.groups.values())).efficiency))
+    header = ["card", "format", "software", "dense", "with experts", *names]
     cells = [
-        [*group, str(known.rows), *(f"{value:.3g}" for value in vars(known.efficiency).values())]
-        for group, known in sorted(found.items())
+        [*group, str(known.dense), str(known.experts), *(f"{getattr(known.efficiency, name):.3g}" for name in names)]
+        for group, known in sorted(found.groups.items())
     ]
-    return [Table(f"Efficiencies fitted on {len(used)} rows ({len(dropped)} dropped)", header, cells)]
+    releases = [[name, f"{factor:.2f}"] for name, factor in sorted(found.releases.items())]
+    return [
+        Table(f"Efficiencies fitted on {len(used)} rows ({len(dropped)} dropped)", header, cells),
+        Table("Releases: time of models with experts, over others of the same software", ["", "factor"], releases),
+    ]
 
 
 def published() -> Tables:

@@ -1,56 +1,101 @@
-"""The table of fitted efficiencies: six numbers for each card, format and software, in one CSV file."""
+"""The table of fitted efficiencies, one CSV file: six numbers for each card, format and software, and for releases of a
+software a factor on the time of models with experts."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.planner.fit import NAMES
 from moe_engine.planner.hardware import Efficiency
 
 Group = tuple[str, str, str]  # card, format, software
+ANY = "any"  # card and format of a release
+COLUMNS = ("card", "format", "software", "year", "dense", "experts", *NAMES, "time")
+ENOUGH = 10  # rows with which the newest software is preferred
 
 
 @dataclass(frozen=True)
 class Known:
-    """Efficiencies, and on how many measured configurations they rest."""
+    """Efficiencies; on how many measured configurations of dense models, and of models with experts, they rest; year
+    of the software."""
 
     efficiency: Efficiency
-    rows: int
+    dense: int
+    experts: int
+    year: int = 0
 
 
-def write_efficiencies(path: Path, found: Mapping[Group, Known]) -> None:
+@dataclass(frozen=True)
+class Table:
+    """Efficiencies by group; factors on time by software and release."""
+
+    groups: Mapping[Group, Known]
+    releases: Mapping[str, float] = field(default_factory=dict)
+
+
+def write_efficiencies(path: Path, table: Table) -> None:
     """Write the table."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["card", "format", "software", "rows", *NAMES])
-        for group, known in sorted(found.items()):
+        writer.writerow(COLUMNS)
+        for group, known in sorted(table.groups.items()):
             values = [f"{getattr(known.efficiency, name):.4g}" for name in NAMES]
-            writer.writerow([*group, known.rows, *values])
+            writer.writerow([*group, known.year, known.dense, known.experts, *values, ""])
+        for release, factor in sorted(table.releases.items()):
+            writer.writerow([ANY, ANY, release, "", "", "", *[""] * len(NAMES), f"{factor:.4g}"])
 
 
-def read_efficiencies(rows: Sequence[Mapping[str, str]]) -> dict[Group, Known]:
-    """The table from its rows."""
-    return {
+def read_efficiencies(rows: Sequence[Mapping[str, str]]) -> Table:
+    """The table from its rows. Raises ConfigError where a column is missing."""
+    missing = [name for name in COLUMNS if rows and name not in rows[0]]
+    if missing:
+        raise ConfigError(
+            f"plan.efficiencies: the column {missing[0]} is missing; use a table that `plan fit=measured.csv "
+            "out=efficiencies.csv` wrote"
+        )
+    groups = {
         (row["card"], row["format"], row["software"]): Known(
-            Efficiency(**{name: float(row[name]) for name in NAMES}), int(row["rows"])
+            Efficiency(**{name: float(row[name]) for name in NAMES}),
+            *(int(row[name]) for name in ("dense", "experts", "year")),
         )
         for row in rows
+        if not row["time"]
     }
+    return Table(groups, {row["software"]: float(row["time"]) for row in rows if row["time"]})
 
 
 def efficiency_of_card(
-    known: Mapping[Group, Known], card: str, compute: str, software: str, default: Efficiency
+    table: Table, card: str, compute: str, software: str, default: Efficiency, experts: bool
 ) -> tuple[Efficiency, str]:
-    """The efficiencies of a card and where they come from: of the software named, else of that with most rows, else
-    the defaults."""
+    """The efficiencies of a card and where they come from: of the software named, or its release; else of the newest
+    with enough rows of such models (`experts`: with experts), or that with most; else the defaults."""
     family = card.split()[0]
-    found = {group[2]: entry for group, entry in known.items() if group[:2] == (family, compute)}
-    if software in found:
-        return found[software].efficiency, f"fitted on {found[software].rows} configurations of {software}"
-    if software or not found:
+    found = {group[2]: known for group, known in table.groups.items() if group[:2] == (family, compute)}
+    named = [name for name in found if software and software in (name, *_releases(table, name))]
+    if not named and (software or not found):
         return default, f"defaults: nothing measured for {family} in {compute} with {software or 'any software'}"
-    name = max(found, key=lambda software: (found[software].rows, software))
-    return found[name].efficiency, f"fitted on {found[name].rows} configurations of {name}"
+
+    def preferred(name: str) -> tuple[int, int, str]:
+        rows = found[name].experts if experts else found[name].dense
+        return (found[name].year if rows >= ENOUGH else 0, rows, name)
+
+    name = named[0] if named else max(found, key=preferred)
+    known, factor = found[name], table.releases.get(software, 1.0) if experts else 1.0
+    words = f"fitted on {known.dense + known.experts} configurations of {name}"
+    if factor != 1.0:
+        words += f", times {factor:.2f} for {software}"
+    return scaled(known.efficiency, factor), words
+
+
+def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
+    """Efficiencies with which all takes `factor` times as long."""
+    rates = {name: getattr(efficiency, name) / factor for name in NAMES if name != "block_us"}
+    return replace(efficiency, **rates, block_us=efficiency.block_us * factor)
+
+
+def _releases(table: Table, software: str) -> list[str]:
+    return [name for name in table.releases if name.startswith(f"{software} ")]

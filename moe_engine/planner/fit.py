@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from moe_engine.planner.hardware import Efficiency
+from moe_engine.planner.many import Steps
 from moe_engine.planner.timing import StepWork, quick_seconds, steadiness
 
 NAMES = tuple(field.name for field in fields(Efficiency))
 HUBER = 0.05  # errors above 5% count linearly
 PRIOR_ROWS = 3.0
 PRIOR_WIDTH = 0.5  # of the logarithm of an efficiency
-ROUNDS = 12
+LAUNCH_WIDTH = 1.5  # … and of the time that launches take, which software decides alone
+FELT = 10.0
+ROUNDS = 24
 # Nothing is faster than its peak; nothing useful is slower than these.
 LIMITS = {
     "matmul": (0.2, 0.95),
@@ -29,6 +35,10 @@ LIMITS = {
     "links": (0.02, 0.95),
     "block_us": (1.0, 3000.0),
 }
+STRENGTH = (
+    PRIOR_ROWS * HUBER**2 / np.array([LAUNCH_WIDTH if name == "block_us" else PRIOR_WIDTH for name in NAMES]) ** 2
+)
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -52,17 +62,42 @@ class Sample:
 
 def fit(samples: Sequence[Sample], prior: Efficiency) -> Efficiency:
     """The efficiencies that explain the samples best. Without samples, the prior."""
-    point = _logarithms(prior)
-    centre = list(point)
+    if not samples:
+        return prior
+    rows = _Rows(samples)
+    ends = [_descend(rows, start, prior) for start in _starts(prior)]
+    return min(ends, key=lambda end: end[0])[1]
+
+
+def _starts(prior: Efficiency) -> list[Efficiency]:
+    """Where to begin: launches that hide have no slope, so once with launches that are felt."""
+    return [prior, replace(prior, block_us=FELT * prior.block_us)]
+
+
+class _Rows:
+    """Samples as arrays."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.steps = Steps([sample.work for sample in samples], [sample.steadiness for sample in samples])
+        self.logarithms = np.log([sample.seconds for sample in samples])
+        self.weights = np.array([sample.weight for sample in samples])
+
+    def errors(self, point: Array) -> Array:
+        """Logarithms of predicted over measured."""
+        return np.asarray(np.log(self.steps.seconds(_efficiency(point))) - self.logarithms)
+
+
+def _descend(rows: _Rows, start: Efficiency, prior: Efficiency) -> tuple[float, Efficiency]:
+    """(what is left, efficiencies) from one start."""
+    point, centre = _logarithms(start), _logarithms(prior)
+    low, high = np.log(np.array([LIMITS[name] for name in NAMES])).T
     damping = 1e-3
-    cost = _cost(samples, point, centre)
+    cost = _cost(rows, point, centre)
     for _ in range(ROUNDS):
-        step = _solve(*_normal_equations(samples, point, centre), damping)
-        candidate = [
-            min(max(x + d, math.log(LIMITS[name][0])), math.log(LIMITS[name][1]))
-            for name, x, d in zip(NAMES, point, step, strict=True)
-        ]
-        new = _cost(samples, candidate, centre)
+        matrix, right = _normal_equations(rows, point, centre)
+        step = np.linalg.solve(matrix + damping * np.diag(1.0 + np.diag(matrix)), right)
+        candidate = np.clip(point + step, low, high)
+        new = _cost(rows, candidate, centre)
         if new < cost:
             converged = cost - new < 1e-6 * cost
             point, cost, damping = candidate, new, damping / 4
@@ -70,64 +105,28 @@ def fit(samples: Sequence[Sample], prior: Efficiency) -> Efficiency:
                 break
         else:
             damping *= 8
-    return _efficiency(point)
+    return cost, _efficiency(point)
 
 
-def _logarithms(efficiency: Efficiency) -> list[float]:
-    return [math.log(getattr(efficiency, name)) for name in NAMES]
+def _logarithms(efficiency: Efficiency) -> Array:
+    return np.log([getattr(efficiency, name) for name in NAMES])
 
 
-def _efficiency(point: Sequence[float]) -> Efficiency:
+def _efficiency(point: Array) -> Efficiency:
     return Efficiency(**{name: math.exp(value) for name, value in zip(NAMES, point, strict=True)})
 
 
-def _cost(samples: Sequence[Sample], point: Sequence[float], centre: Sequence[float]) -> float:
-    efficiency = _efficiency(point)
-    total = sum(PRIOR_ROWS * HUBER**2 * ((p - c) / PRIOR_WIDTH) ** 2 for p, c in zip(point, centre, strict=True))
-    for sample in samples:
-        error = abs(sample.error(efficiency))
-        total += sample.weight * (error**2 if error < HUBER else 2 * HUBER * error - HUBER**2)
-    return total
+def _cost(rows: _Rows, point: Array, centre: Array) -> float:
+    errors = np.abs(rows.errors(point))
+    huber = np.where(errors < HUBER, errors**2, 2 * HUBER * errors - HUBER**2)
+    return float(rows.weights @ huber + STRENGTH @ (point - centre) ** 2)
 
 
-def _normal_equations(
-    samples: Sequence[Sample], point: Sequence[float], centre: Sequence[float]
-) -> tuple[list[list[float]], list[float]]:
+def _normal_equations(rows: _Rows, point: Array, centre: Array) -> tuple[Array, Array]:
     """J'WJ and -J'We of the weighted errors and the prior, derivatives by differences."""
-    size = len(point)
-    matrix = [[0.0] * size for _ in range(size)]
-    right = [0.0] * size
     step = 1e-3
-    base = _efficiency(point)
-    moved = [_efficiency([x + step * (i == j) for j, x in enumerate(point)]) for i in range(size)]
-    for sample in samples:
-        error = sample.error(base)
-        weight = sample.weight * min(1.0, HUBER / max(abs(error), 1e-12))
-        slopes = [(sample.error(efficiency) - error) / step for efficiency in moved]
-        for i in range(size):
-            right[i] -= weight * slopes[i] * error
-            for j in range(size):
-                matrix[i][j] += weight * slopes[i] * slopes[j]
-    strength = PRIOR_ROWS * HUBER**2 / PRIOR_WIDTH**2
-    for i in range(size):
-        matrix[i][i] += strength
-        right[i] -= strength * (point[i] - centre[i])
-    return matrix, right
-
-
-def _solve(matrix: list[list[float]], right: list[float], damping: float) -> list[float]:
-    """Gaussian elimination with the diagonal raised by `damping`."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i in range(size):
-        rows[i][i] += damping * (1.0 + rows[i][i])
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for r in range(i + 1, size):
-            factor = rows[r][i] / rows[i][i]
-            rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        solution[i] = (rows[i][size] - sum(rows[i][j] * solution[j] for j in range(i + 1, size))) / rows[i][i]
-    return solution
+    errors = rows.errors(point)
+    weights = rows.weights * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-12))
+    slopes = np.stack([(rows.errors(point + step * unit) - errors) / step for unit in np.eye(len(point))])
+    matrix = (slopes * weights) @ slopes.T + np.diag(STRENGTH)
+    return matrix, -(slopes @ (weights * errors)) - STRENGTH * (point - centre)

@@ -77,7 +77,7 @@ class Efficiency:
 
     matmul: float = 0.75
     grouped: float = 0.6
-    attention: float = 0.5
+    attention: float = 0.65
     memory: float = 0.8
     links: float = 0.8
     block_us: float = 100.0

@@ -16,35 +16,18 @@ from pathlib import Path
 from moe_engine.config.errors import ConfigError
 from moe_engine.layout import Layout
 from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.efficiencies import Group
 from moe_engine.planner.hardware import ClusterConfig
+from moe_engine.planner.stages import balanced
 from moe_engine.planner.strategy import RECOMPUTE, Overlap, Precision, Strategy
 
 Row = Mapping[str, str]
 
-# Columns that are equal where only the software's version differs.
-CONFIGURATION = (
-    "model",
-    "layers",
-    "gpu",
-    "gpus",
-    "tp",
-    "cp",
-    "pp",
-    "vpp",
-    "ep",
-    "etp",
-    "seq_len",
-    "micro_batch",
-    "global_batch_sequences",
-    "recompute",
-)
-
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row that can be planned. seconds: of a step, measured; memory: bytes, 0 where not published.
-
-    configuration: equal for rows that differ in software version alone.
+    """One row that can be planned. seconds: of a step, measured; memory: bytes, 0 where not published; year: of the
+    software; release: its year and month, where they are said.
     """
 
     id: str
@@ -55,10 +38,17 @@ class Measurement:
     cluster: ClusterConfig
     seconds: float
     memory: float
-    configuration: tuple[str, ...]
+    year: int = 0
+    release: str = ""
 
     @property
-    def group(self) -> tuple[str, str, str]:
+    def configuration(self) -> tuple[object, ...]:
+        """Equal for rows that differ in the version of their software alone."""
+        name, cluster = re.sub(r"[^a-z0-9.]", "", self.name.lower()), self.cluster
+        return (name, self.stack, cluster.card, cluster.gpus, self.model, self.strategy)
+
+    @property
+    def group(self) -> Group:
         """Card, precision and software: measurements that share efficiencies."""
         return (self.cluster.card.split()[0], self.strategy.precision.compute, self.stack)
 
@@ -140,9 +130,18 @@ def _read(row: Row, tables: Tables) -> Measurement | Dropped:
     if seconds is None:
         return Dropped(row["id"], "no time, throughput or FLOPS published")
     memory = float(row["memory_gb"] or 0) * (2**30 if "GiB" in row["note"] else 1e9)
-    configuration = (*(row[name] for name in CONFIGURATION), strategy.precision.compute, row["zero_or_fsdp"])
+    version = re.search(r"release (\d\d\.\d\d)", row["source"])
     return Measurement(
-        row["id"], row["model"], source["stack"], model, strategy, cluster, seconds, memory, configuration
+        id=row["id"],
+        name=row["model"],
+        stack=source["stack"],
+        model=model,
+        strategy=strategy,
+        cluster=cluster,
+        seconds=seconds,
+        memory=memory,
+        year=int(source["year"]),
+        release=version[1] if version else "",
     )
 
 
@@ -261,6 +260,7 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             seq_len=seq_len,
+            stage_layers=balanced(model, pp * virtual, seq_len) if source["balanced"] == "1" and pp > 1 else (),
             zero=zero,
             shard=shard,
             recompute=_recompute(row["recompute"] or source["recompute"]),

@@ -100,6 +100,19 @@ def cut(model: Architecture, strategy: Strategy) -> Cut:
     return Cut(model, strategy, Placement(tuple(stages), tuple(map(tuple, held))))
 
 
+def balanced(model: Architecture, num_stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each stage, such that the last, with the heads and MTP blocks, takes about as long as the others."""
+    if num_stages == 1:
+        return (model.num_layers,)
+    heads = (1 + model.mtp_depth) * 2.0 * model.vocabulary_size * seq_len
+    blocks = model.num_layers + model.mtp_depth
+    block = (model.forward_flops(seq_len) - heads) / blocks
+    share = (blocks * block + heads) / num_stages
+    last = max(0, round((share - heads) / block) - model.mtp_depth)
+    earlier, rest = num_stages - 1, model.num_layers - last
+    return (*(rest // earlier + (i < rest % earlier) for i in range(earlier)), last)
+
+
 def _even(model: Architecture, num_stages: int) -> list[int]:
     """Block counts as even as possible, MTP blocks on the last stage; earlier stages take the remainder."""
     if num_stages == 1:

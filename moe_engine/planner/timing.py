@@ -102,7 +102,7 @@ def step_time(work: StepWork, efficiency: Efficiency) -> StepTime:
     name, pp = strategy.schedule, strategy.layout.pp
     makespan = _makespan(name, pp, strategy.micro_batches, strategy.virtual_stages, costs)
     busiest = max(range(pp), key=lambda rank: _busy(work, costs, rank))
-    scale = _rank_share(work)
+    scale = rank_share(work)
     parts: dict[str, float] = {}
     hidden = 0.0
     communication = {"tensor parallel": 0.0, "context parallel": 0.0, "dispatch and combine": 0.0}
@@ -235,7 +235,7 @@ def has_pairs(name: str, pp: int) -> bool:
     return any(action.kind is Kind.FB for actions in lists for action in actions)
 
 
-def _rank_share(work: StepWork) -> float:
+def rank_share(work: StepWork) -> float:
     """The part of the micro-batches that passes one stage on one rank: half where two ranks hold each stage."""
     held = sum(len(stages) for stages in work.cut.placement.stages_of_rank)
     return len(work.stages) / held
@@ -249,7 +249,7 @@ def _busy(work: StepWork, costs: list[Cost], rank: int) -> float:
         costs[stage].fb if paired else costs[stage].f + costs[stage].b
         for stage in work.cut.placement.stages_of_rank[rank]
     )
-    return seconds * _rank_share(work)
+    return seconds * rank_share(work)
 
 
 def _once_a_step(cut: Cut, cluster: ClusterConfig) -> tuple[float, float, float]:

@@ -9,31 +9,19 @@ of the software is not something that a planner can know; how far apart such row
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from moe_engine.config.errors import ConfigError
 from moe_engine.planner.answer import room
-from moe_engine.planner.efficiencies import Group, Known
-from moe_engine.planner.fit import Sample, fit
-from moe_engine.planner.hardware import Efficiency
+from moe_engine.planner.calibrate import DEFAULTS, Fits, Samples, best_rows, families, family, quantile, samples_of
+from moe_engine.planner.efficiencies import Group
 from moe_engine.planner.measured import Dropped, Feasibility, Measurement
 from moe_engine.planner.memory import rank_memory
 from moe_engine.planner.stages import cut
-from moe_engine.planner.timing import step_work
 
-# Before anything is fitted: shares that careful programs reach on every card.
-DEFAULTS = {
-    "bf16": Efficiency(),
-    "fp8": Efficiency(matmul=0.6, grouped=0.45),
-    "fp4": Efficiency(matmul=0.45, grouped=0.3),
-}
 FEW = 3  # the naive floor of models with fewer rows of others than this in their group is over all cards
-
-Samples = dict[Group, list[tuple[Measurement, Sample]]]
 
 
 @dataclass(frozen=True)
@@ -59,31 +47,13 @@ class Validation:
 
 def validate(rows: int, measurements: Sequence[Measurement], dropped: Sequence[Dropped]) -> Validation:
     """Predict every configuration."""
-    best, noise = _best(measurements)
-    samples, failed = _samples(best)
-    predictions = [p for group, found in sorted(samples.items()) for p in _predict(group, found, samples)]
+    best, noise = best_rows(measurements)
+    samples, failed = samples_of(best)
+    names = families(best)
+    fits = {model: Fits(_without(samples, names, model)) for model in set(names.values())}
+    predictions = [p for group in sorted(samples) for p in _predict(group, samples, names, fits)]
     used = len(measurements) - len(failed)
     return Validation(predictions, rows, used, [*dropped, *failed], noise)
-
-
-def fitted(measurements: Sequence[Measurement]) -> dict[Group, Known]:
-    """Efficiencies of every group on all its rows: for planning, not for judging the planner."""
-    samples, _ = _samples(_best(measurements)[0])
-    return {
-        group: Known(fit([sample for _, sample in found], DEFAULTS[group[1]]), len(found))
-        for group, found in samples.items()
-    }
-
-
-def family(name: str) -> str:
-    """A model's name without what a benchmark adds: brackets, spaces, dashes."""
-    return re.sub(r"[^a-z0-9.]", "", name.lower().split("(")[0])
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that this share of the values lies below; NaN of none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else math.nan
 
 
 def rank_agreement(predictions: Sequence[Prediction]) -> tuple[int, int]:
@@ -106,63 +76,36 @@ def rank_agreement(predictions: Sequence[Prediction]) -> tuple[int, int]:
     return pairs, right
 
 
-def _best(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[float]]:
-    """The fastest row of each configuration, and how much slower the others of it are."""
-    groups: dict[tuple[str, ...], list[Measurement]] = defaultdict(list)
-    for row in measurements:
-        groups[(*row.configuration, *row.group)].append(row)
-    best = [min(found, key=lambda row: row.seconds) for found in groups.values()]
-    noise = [
-        row.seconds / fastest.seconds - 1
-        for found, fastest in zip(groups.values(), best, strict=True)
-        for row in found
-        if row is not fastest
-    ]
-    return best, noise
+def _without(samples: Samples, names: dict[str, str], model: str) -> Samples:
+    """The rows of all other models."""
+    return {group: [each for each in found if names[each[0].name] != model] for group, found in samples.items()}
 
 
-def _samples(best: Sequence[Measurement]) -> tuple[Samples, list[Dropped]]:
-    """The rows by group, ready for fitting. The rows of one model count for no more than the root of their number:
-    twenty layouts of one model say less than twenty models."""
-    counts = Counter((row.group, family(row.name)) for row in best)
-    samples: Samples = defaultdict(list)
-    failed = []
-    for row in best:
-        try:
-            work = step_work(cut(row.model, row.strategy), row.cluster)
-            weight = counts[row.group, family(row.name)] ** -0.5
-            samples[row.group].append((row, Sample.of(work, row.seconds, weight)))
-        except ConfigError as error:
-            failed.append(Dropped(row.id, str(error).splitlines()[0]))
-    return samples, failed
-
-
-def _predict(group: Group, found: list[tuple[Measurement, Sample]], samples: Samples) -> list[Prediction]:
-    """The rows of one group, each model by the others; what these leave open stays at the defaults."""
+def _predict(group: Group, samples: Samples, names: dict[str, str], fits: dict[str, Fits]) -> list[Prediction]:
+    """The rows of one group, each model by the others."""
     predictions = []
-    rates = [(family(row.name), _flops(row) / row.seconds) for row, _ in found]
+    found, default = samples[group], DEFAULTS[group[1]]
+    rates = [(names[row.name], _flops(row) / row.seconds) for row, _ in found]
     every = [
-        (family(row.name), _flops(row) / row.seconds / row.cluster.peak(group[1]))
+        (names[row.name], _flops(row) / row.seconds / row.cluster.peak(group[1]))
         for other, rows in samples.items()
         if other[1] == group[1]
         for row, _ in rows
     ]
-    for name in sorted({family(row.name) for row, _ in found}):
-        efficiency = fit([sample for row, sample in found if family(row.name) != name], DEFAULTS[group[1]])
+    for row, sample in found:
+        name = names[row.name]
         others = [rate for other, rate in rates if other != name]
         share = quantile([share for other, share in every if other != name], 0.5)
-        for row, sample in found:
-            if family(row.name) != name:
-                continue
-            rate = quantile(others, 0.5) if len(others) >= FEW else share * row.cluster.peak(group[1])
-            predictions.append(
-                Prediction(
-                    row,
-                    fitted=math.exp(sample.error(efficiency)) - 1,
-                    default=math.exp(sample.error(DEFAULTS[group[1]])) - 1,
-                    naive=_flops(row) / rate / row.seconds - 1,
-                )
+        rate = quantile(others, 0.5) if len(others) >= FEW else share * row.cluster.peak(group[1])
+        efficiency = fits[name].of(group)
+        predictions.append(
+            Prediction(
+                row,
+                fitted=math.exp(sample.error(efficiency)) * fits[name].factor(row) - 1,
+                default=math.exp(sample.error(default)) - 1,
+                naive=_flops(row) / rate / row.seconds - 1,
             )
+        )
     return predictions
 
 
@@ -183,7 +126,7 @@ class MemoryCheck:
 def check_memory(measurements: Sequence[Measurement]) -> list[MemoryCheck]:
     """Rows with a published peak, each configuration once, against the planned one: kept tensors as Megatron keeps
     them, nothing for the runtime."""
-    found: dict[tuple[str, ...], MemoryCheck] = {}
+    found: dict[tuple[object, ...], MemoryCheck] = {}
     for row in measurements:
         if row.memory and row.configuration not in found:
             held = cut(row.model, row.strategy)

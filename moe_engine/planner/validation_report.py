@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from moe_engine.planner.calibrate import quantile
 from moe_engine.planner.report import Table
-from moe_engine.planner.validate import MemoryCheck, Prediction, Validation, quantile, rank_agreement
+from moe_engine.planner.validate import MemoryCheck, Prediction, Validation, rank_agreement
 
 WORST = 12
 
