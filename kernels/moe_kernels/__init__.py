@@ -30,6 +30,19 @@ def _device_ops() -> Any:
     return importlib.import_module("moe_kernels.device") if importlib.util.find_spec("triton") else None
 
 
+def device_ops() -> Any:
+    """The Triton kernels' launchers, whatever device the tensors are on; needs Triton."""
+    return importlib.import_module("moe_kernels.device")
+
+
+def interprets() -> bool:
+    """Whether Triton's kernels run in its interpreter and so on a CPU: TRITON_INTERPRET=1 when it was loaded."""
+    if _device_ops() is None:
+        return False
+    kernel = importlib.import_module("moe_kernels.device.permute")._permute_kernel
+    return isinstance(kernel, importlib.import_module("triton.runtime.interpreter").InterpretedFunction)
+
+
 def _by_device(op: Callable[P, R], widest: int = 4) -> Callable[P, R]:
     """`op` of `reference`; for tensors on a CUDA device its namesake in `device`; as a custom op while compiling.
 
@@ -82,12 +95,14 @@ __all__ = [
     "dequantize_blocks",
     "dequantize_columns",
     "dequantize_rows",
+    "device_ops",
     "fp8_format",
     "gemm",
     "grouped_gemm",
     "grouped_gemm_fp8",
     "grouped_wgrad",
     "grouped_wgrad_fp8",
+    "interprets",
     "matmul_dtype",
     "permute",
     "permute_fp8",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_engine.config.schema import MoEConfig
 from moe_engine.moe.dispatch import Rows
 from moe_engine.ops.attach import scale_gradient
+from moe_engine.ops.backend import check_backend
 from moe_engine.ops.bias import add_bias
 from moe_engine.ops.expert_activation import Activation, expert_activation
 from moe_engine.ops.expert_mlp import expert_mlp
@@ -57,6 +58,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.ids, self.activation, self.gradient_scale = tuple(ids), activation, 1.0
+        self.backend = "auto"  # whose kernels compute them (`ops.backend`)
         self.fp8: Fp8 | None = None  # how they compute in fp8 (`ops.fp8.use_fp8` sets it)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -84,7 +86,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """See `through_experts`."""
-        return through_experts(rows, self.weights(), self.activation, queue, segments, self.fp8)
+        return through_experts(rows, self.weights(), self.activation, queue, segments, self.fp8, self.backend)
 
 
 def through_experts(
@@ -94,12 +96,14 @@ def through_experts(
     queue: WgradQueue | None = None,
     segments: Segments | None = None,
     fp8: Fp8 | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Each row through the experts in its slots, weighted and summed in slot order: [R, D].
 
     The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
     SwiGLU experts without biases keep their input and the first projection alone, without a queue and outside segments
-    (`ops.expert_mlp`); in fp8 always, as codes. Others keep what their operations keep.
+    (`ops.expert_mlp`); in fp8 always, as codes. Others keep what their operations keep. A `backend` that is not auto
+    (`ops.backend`) has the first kind alone.
     """
     order = order_by_expert(rows.local_ids, experts.down.shape[0], rows.most_choices)
     weights = take(rows.weights, order.slots, order.rows.places)
@@ -108,8 +112,9 @@ def through_experts(
         grouped = Grouped(order.rows, order.counts, rows.codes, rows.gradient)
         return fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, grouped)
     x = rows.numbers()
-    if plain and queue is None and segments is None and not torch.compiler.is_compiling():
-        return expert_mlp(x, experts.up, experts.down, weights, order)
+    alone = plain and queue is None and segments is None and not torch.compiler.is_compiling()
+    if alone or backend != "auto":
+        return expert_mlp(x, experts.up, experts.down, weights, order, backend)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         if fp8 is not None:
@@ -145,23 +150,27 @@ def experts_forward(
     activation: str = "silu",
     gated: bool = True,
     swiglu_limit: float = 0.0,
+    backend: str = "auto",
 ) -> Tensor:
     """Tokens through the experts that somebody else's router chose: x [..., D] -> [..., D].
 
     ids, weights [..., K]: each token's experts in any order, and their weights; an id outside 0 … e-1 is no expert.
     gate_up [e, 2F, D], gate rows first (gated=False: [e, F, D]); down [e, D, F]; the biases [e, 2F] and [e, D].
-    activation, gated, swiglu_limit: as in `MoEConfig`. A token's experts are summed in fp32 in the order of `ids`.
+    activation, gated, swiglu_limit: as in `MoEConfig`; backend: as in `MoELayer`. A token's experts are summed
+    in fp32 in the order of `ids`.
     Differentiable in everything but ids. Raises ValueError where the shapes do not fit.
     """
     kind = Activation(activation, gated, swiglu_limit)
     _check_shapes(x, ids, weights, gate_up, down, kind)
+    if backend != "auto":
+        check_backend(backend, kind == Activation() and gate_up_bias is None and down_bias is None, None)
     E, K = down.shape[0], ids.shape[-1]
     local_ids = ids.reshape(-1, K).to(torch.int32)
     known = (local_ids >= 0) & (local_ids < E)
     wide = torch.promote_types(x.dtype, torch.float32)
     weights = weights.reshape(-1, K).to(wide).masked_fill(~known, 0)
     rows = Rows(x.reshape(-1, x.shape[-1]), local_ids.masked_fill(~known, -1), weights)
-    out = through_experts(rows, ExpertWeights(gate_up, down, gate_up_bias, down_bias), kind)
+    out = through_experts(rows, ExpertWeights(gate_up, down, gate_up_bias, down_bias), kind, backend=backend)
     return out.view(x.shape)
 
 

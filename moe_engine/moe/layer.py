@@ -35,6 +35,8 @@ from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.moe.router import Router, Routing
 from moe_engine.ops.attach import attach
 from moe_engine.ops.autocast import check_precision, products_in
+from moe_engine.ops.backend import check_backend
+from moe_engine.ops.expert_activation import Activation
 from moe_engine.ops.fp8 import Fp8, use_fp8
 from moe_engine.ops.random import normal
 from moe_engine.ops.recompute import Segments
@@ -70,6 +72,9 @@ class MoELayer(nn.Module):
     precision: of the matrix products: bf16 | fp8 (block-scaled, from bf16), whatever the parameters have | native, that
     of the parameters, also under autocast. None: that of the parameters, or of autocast where it is on. The router
     computes in fp32 always.
+    backend: whose kernels compute the routed experts: auto (this engine's, by the device) | torch (its reference in
+    plain torch, on any device) | triton (its Triton kernels, bf16 on a GPU) | megablocks (MegaBlocks' grouped products,
+    bf16 on a GPU). All but auto have SwiGLU experts without biases, outside compiled graphs, not in fp8.
     attach_aux_loss: every backward through the output also runs that of the balance losses, times the attribute
     `aux_loss_scale` (1; a loss scaler's or an accumulation's factor goes there), so that nobody has to add them.
     average_gradients: the ranks' gradients will be averaged (DDP, FSDP2), not summed: those of experts, which already
@@ -89,6 +94,7 @@ class MoELayer(nn.Module):
         ep_windows: wire.Windows | None = None,
         ep_group: Any = None,
         precision: str | None = None,
+        backend: str = "auto",
         attach_aux_loss: bool = False,
         average_gradients: bool = False,
         name: str = "moe",
@@ -102,6 +108,7 @@ class MoELayer(nn.Module):
             ep = ep_counts = Communicator.of_group(ep_group)
         self.config = config
         check_precision(precision)
+        check_backend(backend, activation_of(config) == Activation() and not config.expert_biases, precision)
         self.precision = precision
         self.attach_aux_loss, self.aux_loss_scale = attach_aux_loss, 1.0
         self.name, self.seed = name, seed
@@ -116,6 +123,7 @@ class MoELayer(nn.Module):
         self.router = Router(config, dtype, device, seed=None)
         ids, activation = self.placement.experts_of(self.ep.rank), activation_of(config)
         self.experts = Experts(ids, config.dim, config.expert_hidden, dtype, device, activation, config.expert_biases)
+        self.experts.backend = backend
         if average_gradients:
             self.experts.gradient_scale = 1 / self.ep.size
         self.shared: DenseMLP | None = None

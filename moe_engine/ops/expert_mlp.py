@@ -8,6 +8,7 @@ may have to wait, and `recompute` decides what is kept.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,20 +16,28 @@ from torch import Tensor
 
 from moe_engine.ops import expert_walk
 from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.backend import kernels_of
 from moe_engine.ops.expert_walk import Counts, Gradients
-from moe_engine.ops.linear import widened
 from moe_engine.ops.permute import ExpertOrder, RowMap
 from moe_engine.ops.wgrad_queue import gradient_dtype
-from moe_kernels import grouped_gemm, grouped_wgrad, permute, swiglu, swiglu_backward, unpermute
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x: Tensor, up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        order: ExpertOrder,
+        dtype: torch.dtype,
+        backend: str,
     ) -> Tensor:
-        run = expert_walk.forward if expert_walk.walks(x, up, down) else _forward
+        ctx.kernels = kernels_of(backend, x, dtype)
+        ctx.walks = backend in ("auto", "torch") and expert_walk.walks(x, up, down)
+        run = expert_walk.forward if ctx.walks else functools.partial(_forward, ctx.kernels)
         out, gate_up = run(x, up, down, weights, order.rows, order.counts, dtype, any(ctx.needs_input_grad))
         ctx.save_for_backward(x, up, down, weights, gate_up)
         ctx.rows, ctx.counts, ctx.grad_dtypes = order.rows, order.counts, (_gradient_dtype(up), _gradient_dtype(down))
@@ -39,10 +48,10 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, weights, gate_up = ctx.saved_tensors
         needs_x, needs_up, needs_down, needs_weights, *_ = ctx.needs_input_grad
-        run = expert_walk.backward if expert_walk.walks(x, up, down) else _backward
+        run = expert_walk.backward if ctx.walks else functools.partial(_backward, ctx.kernels)
         needs = (needs_x, needs_up, needs_down)
         found = run(grads[0], x, up, down, weights, gate_up, ctx.rows, ctx.counts, needs, ctx.grad_dtypes)
-        return found.x, found.up, found.down, found.weights if needs_weights else None, None, None
+        return found.x, found.up, found.down, found.weights if needs_weights else None, None, None, None
 
 
 def _gradient_dtype(weight: Tensor) -> torch.dtype:
@@ -50,6 +59,7 @@ def _gradient_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _forward(
+    kernels: Any,
     x: Tensor,
     up: Tensor,
     down: Tensor,
@@ -60,12 +70,13 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`expert_walk.forward`, an operator after the other."""
-    gate_up = grouped_gemm(permute(x, rows.source).to(dtype), up.transpose(1, 2), counts)
-    out = grouped_gemm(swiglu(gate_up, weights), down.transpose(1, 2), counts)
-    return unpermute(out, rows.places), gate_up if keep else None
+    gate_up = kernels.grouped_gemm(kernels.permute(x, rows.source).to(dtype), up.transpose(1, 2), counts)
+    out = kernels.grouped_gemm(kernels.swiglu(gate_up, weights), down.transpose(1, 2), counts)
+    return kernels.unpermute(out, rows.places), gate_up if keep else None
 
 
 def _backward(
+    kernels: Any,
     d_out: Tensor,
     x: Tensor,
     up: Tensor,
@@ -80,28 +91,29 @@ def _backward(
     """`expert_walk.backward`, an operator after the other; autograd brings the gradients into their formats."""
     dtype, (needs_x, needs_up, needs_down) = gate_up.dtype, needs
     d_x, d_up, d_down = None, None, None
-    wide = widened(permute(d_out, rows.source))
+    d_out = kernels.permute(d_out, rows.source)
     if needs_down:
-        d_down = grouped_wgrad(wide, swiglu(gate_up, weights), counts)
-    d_hidden = grouped_gemm(wide, down, counts).to(dtype)
-    d_gate_up, d_weights = swiglu_backward(d_hidden, gate_up, weights)
-    del wide, d_hidden
-    wide = widened(d_gate_up)
+        d_down = kernels.grouped_wgrad(d_out, kernels.swiglu(gate_up, weights), counts)
+    d_hidden = kernels.grouped_gemm(d_out, down, counts)
+    d_gate_up, d_weights = kernels.swiglu_backward(d_hidden, gate_up, weights)
+    del d_out, d_hidden
     if needs_up:
-        d_up = grouped_wgrad(wide, permute(x, rows.source).to(dtype), counts)
+        d_up = kernels.grouped_wgrad(d_gate_up, kernels.permute(x, rows.source).to(dtype), counts)
     if needs_x:
-        d_rows = grouped_gemm(wide, up, counts).to(dtype).to(x.dtype)
-        d_x = unpermute(d_rows, rows.places)
+        d_rows = kernels.grouped_gemm(d_gate_up, up, counts).to(x.dtype)
+        d_x = kernels.unpermute(d_rows, rows.places)
     return Gradients(d_x, d_up, d_down, d_weights)
 
 
-def expert_mlp(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+def expert_mlp(
+    x: Tensor, up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder, backend: str = "auto"
+) -> Tensor:
     """Received rows x [R, D] through their experts, each expert's times its weight, summed in slot order: [R, D].
 
     up [e, 2F, D], gate rows first; down [e, D, F]; weights [N]. The bits, forward and backward, are those of
     `permute`, `grouped_linear`, `swiglu`, `grouped_linear` and `unpermute` one after the other; on a CPU calculated a
-    few experts at a time (`ops.expert_walk`).
+    few experts at a time (`ops.expert_walk`). backend: whose kernels compute (`ops.backend`).
     """
     like, up, down = cast_operands(x[:0], up, down)
-    out: Tensor = _ExpertMLP.apply(x, up, down, weights, order, like.dtype)
+    out: Tensor = _ExpertMLP.apply(x, up, down, weights, order, like.dtype, backend)
     return out

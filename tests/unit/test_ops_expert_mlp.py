@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe_kernels
 from moe_engine.ops import expert_mlp, expert_walk, fresh_memory
 from moe_engine.ops.expert_walk import Gradients
 from moe_engine.ops.permute import order_by_expert
@@ -38,7 +40,7 @@ def run(path: Any, dtype: torch.dtype, x_dtype: torch.dtype, needs: tuple[bool, 
     return [out, gate_up, *(grad for grad in found if grad is not None)]
 
 
-PARTS = expert_mlp._forward, expert_mlp._backward
+PARTS = functools.partial(expert_mlp._forward, moe_kernels), functools.partial(expert_mlp._backward, moe_kernels)
 WALK = expert_walk.forward, expert_walk.backward
 
 
