@@ -19,14 +19,17 @@ def test_public_names_and_signatures_are_those_announced() -> None:
 
 
 def test_importing_the_layer_loads_nothing_of_the_engine_above_it() -> None:
-    """What it adds to torch is its own few modules: no Hydra, no planner, no trainer, no DTensor."""
+    """What it adds to torch is its own few modules (of the planner sizes of windows): no Hydra, trainer, DTensor."""
     program = (
         "import torch, sys; before = set(sys.modules); from moe_engine import MoELayer, experts_forward\n"
         "print(sorted({'.'.join(name.split('.')[:2]) for name in set(sys.modules) - before}))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     added = set(eval(result.stdout))
-    ours = {"moe_engine", *(f"moe_engine.{room}" for room in ("config", "distributed", "moe", "ops"))}
+    ours = {
+        "moe_engine",
+        *(f"moe_engine.{room}" for room in ("config", "distributed", "layout", "moe", "ops", "planner")),
+    }
     assert {name for name in added if name.startswith("moe_engine")} == ours
     assert not {name.partition(".")[0] for name in added} & {
         "hydra",
