@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_folders import equal, our_logits, our_mtp_states, relative, tensors_of
+from hf_folders import equal, our_logits, our_mtp_states, relative, tensors_of, write_folder
 
 pytest.importorskip("transformers")
 
@@ -165,3 +165,30 @@ def test_mtp_module_is_that_of_transformers(config: dict[str, Any], tmp_path: Pa
         right = theirs.forward_layer(0, hidden, torch.arange(20)[None], None, input_ids=tokens(20))
     weights = open_weights(tmp_path / "source")
     assert relative(our_mtp_states(weights, hidden, tokens(20)), right) < BOUND
+
+
+def test_gpt_oss_in_mxfp4_is_read(tmp_path: Path) -> None:
+    """As published: experts in blocks with exponents. transformers' own way to numbers is the truth."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = random_model(GPT_OSS | dict(intermediate_size=32))
+    chance = torch.Generator().manual_seed(6)
+    packed: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            E, columns, rows = parameter.shape
+            blocks = torch.randint(0, 256, (E, rows, columns // 32, 16), generator=chance, dtype=torch.uint8)
+            scales = torch.randint(120, 126, (E, rows, columns // 32), generator=chance, dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "numbers")
+    config = json.loads((tmp_path / "numbers" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    numbers = tensors_of(tmp_path / "numbers")
+    others = {key: value for key, value in numbers.items() if f"{key}_blocks" not in packed}
+    weights = open_weights(write_folder(tmp_path / "source", config, others | packed, files=3))
+    assert relative(our_logits(weights, tokens()), logits_of(model, tokens())) < BOUND
+    write_checkpoint(weights, tmp_path / "checkpoint", None, 10**9)
+    write_huggingface(open_weights(tmp_path / "checkpoint"), tmp_path / "back", None, 10**9)
+    back = tensors_of(tmp_path / "back")
+    assert all(torch.equal(back[key].float(), numbers[key]) for key in numbers)

@@ -27,6 +27,7 @@ LAYOUTS = [
     Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", model="qwen2_olmoe_glm4", z_loss=True),
     Case(cp=2, ep=2, exchange="ulysses", combine="exact", padding=True),
 ]
+GPT_OSS = Case(pp=2, dp=2, ep=2, schedule="zb_h1", combine="exact", model="gpt_oss", recompute="full")
 
 
 def in_fp8(case: Case, precision: str = "fp8") -> Case:
@@ -38,7 +39,13 @@ def alone(case: Case) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("case", "precision"), [*((case, "fp8") for case in LAYOUTS), (LAYOUTS[1], "fp8_wide_wgrad")], ids=str
+    ("case", "precision"),
+    [
+        *((case, "fp8") for case in LAYOUTS),
+        (LAYOUTS[1], "fp8_wide_wgrad"),
+        pytest.param(GPT_OSS, "fp8", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_losses_are_equal_and_gradients_near(case: Case, precision: str) -> None:
     case = in_fp8(case, precision)

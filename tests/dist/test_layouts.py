@@ -94,6 +94,11 @@ def over_contexts() -> list[Case]:
         case = Case(pp=pp, cp=cp, ep=ep, schedule=schedule, model=model, exchange=exchange, payload=payload)
         found.append(replace(case, **variants[(number + number // 8) % 8]))
     found.append(Case(dp=2, cp=2, ep=4, pp=2, schedule="dualpipe", payload="latent", padding=True))
+    found += [
+        Case(cp=2, ep=2, exchange="all_gather", model="gpt_oss", schedule="overlapped_1f1b", recompute="full"),
+        Case(pp=2, cp=2, exchange="ulysses", model="gpt_oss", schedule="dualpipe", padding=True),
+        Case(cp=4, ep=4, model="gpt_oss", schedule="dualpipev", combine="exact"),
+    ]
     return [replace(case, steps=3, total_steps=3) for case in found]
 
 

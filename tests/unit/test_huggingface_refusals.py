@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_folders import V2, V3, fp8_folder, random_folder, random_tensors, tensors_of, write_folder
+from hf_folders import GPT_OSS, V2, V3, fp8_folder, random_folder, random_tensors, tensors_of, write_folder
 
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
 from moe_engine.checkpoint.huggingface.writer import write_huggingface
@@ -260,3 +260,31 @@ def test_codes_and_scales_that_do_not_fit_are_refused(change: object, message: s
     change(tensors)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=message):
         open_weights(write_folder(tmp_path / "changed", huggingface_config(V3), tensors))
+
+
+BLOCKS, EXPONENTS = (f"model.layers.1.mlp.experts.gate_up_proj_{word}" for word in ("blocks", "scales"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(EXPONENTS), f"{EXPONENTS} is missing where {BLOCKS} needs"),
+        (
+            lambda t: t.update({EXPONENTS: t[EXPONENTS][:, :-1].clone()}),
+            f"{EXPONENTS} has shape .* where {BLOCKS} needs",
+        ),
+        (lambda t: t.update({EXPONENTS: t[EXPONENTS].float()}), f"{EXPONENTS} is of type torch.float32"),
+        (lambda t: t.update({BLOCKS: t[BLOCKS].to(torch.float8_e4m3fn)}), f"{BLOCKS} is of type torch.float8_e4m3fn"),
+        (lambda t: t.update({BLOCKS: t[BLOCKS][..., :8].clone()}), f"{BLOCKS} has shape"),
+        (lambda t: t.update({"model.norm.weight": t[BLOCKS][0, 0, 0].repeat(2)}), "norm.weight is of type torch.uint8"),
+    ],
+)
+def test_mxfp4_blocks_without_their_exponents_are_refused(change: object, message: str, tmp_path: Path) -> None:
+    tensors = random_tensors(GPT_OSS)
+    weight = tensors.pop(BLOCKS.removesuffix("_blocks"))  # [experts, columns, rows]
+    shape = (weight.shape[0], weight.shape[2], weight.shape[1] // 32)
+    tensors |= {BLOCKS: torch.ones(*shape, 16, dtype=torch.uint8), EXPONENTS: torch.ones(shape, dtype=torch.uint8)}
+    HuggingFaceWeights(write_folder(tmp_path / "whole", huggingface_config(GPT_OSS), tensors)).close()
+    change(tensors)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=message):
+        HuggingFaceWeights(write_folder(tmp_path / "source", huggingface_config(GPT_OSS), tensors))

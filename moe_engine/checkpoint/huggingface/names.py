@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moe_engine.checkpoint.huggingface.mxfp4 import BLOCK, BLOCKS
 from moe_engine.config.schema import ModelConfig
 
 
@@ -27,7 +28,7 @@ class Rows:
 
     shape: of these rows, [rows, columns] or [rows]. index, of: slice `index` of a tensor [of, rows, columns].
     swap: the halves of the columns are exchanged. transposed: a column there is a row here. turns: there a gate and an
-    up in turns, here first all gates.
+    up in turns, here first all gates. packed: MXFP4, in blocks of 32 columns of half a byte each (`mxfp4`).
     """
 
     key: str
@@ -37,10 +38,13 @@ class Rows:
     swap: bool = False
     transposed: bool = False
     turns: bool = False
+    packed: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Of these rows as they are there."""
+        if self.packed:
+            return self.shape[0], self.shape[1] // BLOCK, BLOCK // 2
         return self.shape[::-1] if self.transposed else self.shape
 
     @property
@@ -232,7 +236,9 @@ class _Model:
         hidden, dim, experts = self.model.expert_hidden, self.model.dim, self.model.num_experts
         for name, shape, turns in (("gate_up", (2 * hidden, dim), True), ("down", (dim, hidden), False)):
             matrix = Rows(f"{theirs}.{name}_proj", shape, e, experts, transposed=True, turns=turns)
-            yield Mapped(f"{ours}.{name}", shape, ((matrix,),))
+            packed = Rows(f"{theirs}.{name}_proj{BLOCKS}", shape, e, experts, turns=turns, packed=True)
+            whole_blocks = shape[1] % BLOCK == 0
+            yield Mapped(f"{ours}.{name}", shape, ((matrix,), (packed,)) if whole_blocks else ((matrix,),))
             if self.model.expert_biases:
                 bias = Rows(f"{theirs}.{name}_proj_bias", shape[:1], e, experts, turns=turns)
                 yield Mapped(f"{ours}.{name}_bias", shape[:1], ((bias,),))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
+from moe_engine.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, unpack
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows, mtp_prefix, names
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface import model_config
@@ -66,8 +67,11 @@ class HuggingFaceWeights:
         }
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which a tensor is stored; fp8 codes become fp32. Tensors that the family lacks are fp32 zeros."""
+        """The type in which a tensor is stored; fp8 codes become fp32, MXFP4 bf16. Tensors that the family lacks are
+        fp32 zeros.
+        """
         kinds = [self.files.dtypes[rows.key] for rows in self._forms[name]] or [torch.float32]
+        kinds = [torch.bfloat16 if kind == torch.uint8 else kind for kind in kinds]
         return functools.reduce(torch.promote_types, (kind if kind.itemsize > 1 else torch.float32 for kind in kinds))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
@@ -157,6 +161,12 @@ class HuggingFaceWeights:
         for key in expected.keys() & self.files.shapes.keys():
             if self.files.dtypes[key].itemsize > 1:
                 continue
+            if (self.files.dtypes[key] == torch.uint8) != key.endswith(BLOCKS):
+                problems.append(f"{key} is of type {self.files.dtypes[key]}, which is not that of such a tensor")
+                continue
+            if key.endswith(BLOCKS):
+                scales.add(self._exponents(key, problems))
+                continue
             *stacked, rows, columns = self.files.shapes[key]
             shape = (*stacked, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
             found = self.files.shapes.get(key + SCALE)
@@ -166,6 +176,17 @@ class HuggingFaceWeights:
                 problems.append(f"{key + SCALE} has shape {list(found)} where {key} needs {list(shape)}")
             scales.add(key + SCALE)
         return scales
+
+    def _exponents(self, key: str, problems: list[str]) -> str:
+        """The key of the exponents of MXFP4 blocks; what is wrong with them is added to `problems`."""
+        name = key.removesuffix(BLOCKS) + SCALES
+        found, shape = self.files.shapes.get(name), self.files.shapes[key][:-1]
+        if found != shape:
+            what = "is missing" if found is None else f"has shape {list(found)}"
+            problems.append(f"{name} {what} where {key} needs {list(shape)}")
+        elif self.files.dtypes[name] != torch.uint8:
+            problems.append(f"{name} is of type {self.files.dtypes[name]}, exponents are bytes")
+        return name
 
     def _rows(self, rows: Rows, start: int, stop: int) -> Tensor:
         """Rows start … stop - 1 of a part, in our order of columns."""
@@ -179,6 +200,8 @@ class HuggingFaceWeights:
     def _stored(self, rows: Rows, start: int, stop: int) -> Tensor:
         """Rows start … stop - 1 as they lie in the file; fp8 codes as the fp32 numbers they stand for."""
         values = self.files.read(rows.key, start, stop, rows.index)
+        if rows.packed:
+            return unpack(values, self.files.read(rows.key.removesuffix(BLOCKS) + SCALES, start, stop, rows.index))
         if values.dtype.itemsize > 1:
             return values
         first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
@@ -224,8 +247,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_quantization(path: Path, quantization: Any) -> None:
-    """Raises ConfigError for anything but DeepSeek's fp8 blocks."""
-    if quantization is None:
+    """Raises ConfigError for anything but DeepSeek's fp8 blocks and gpt-oss's MXFP4."""
+    if quantization is None or quantization.get("quant_method") == "mxfp4":
         return
     known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     for name, value in known.items():
