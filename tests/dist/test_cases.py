@@ -57,10 +57,15 @@ LAYOUTS = [(1, 4, 4, 1), (2, 2, 2, 1), (4, 1, 1, 1), (1, 1, 4, 4), (1, 2, 2, 2)]
 
 
 def make_config(kind: Kind, pp: int = 1, dp: int = 1, ep: int = 1, cp: int = 1, tied: bool | None = None) -> Config:
-    """The harness's model made smaller; with a tied head at pp=4, where no two stages are on one rank."""
+    """The harness's model made smaller; with a tied head at pp=4, where no two stages are on one rank.
+
+    Over four data-parallel ranks rows go by two hops.
+    """
     payload = "latent" if cp == 4 else "kv"
     schedule = "split_1f1b" if dp > 1 else "1f1b"
-    config = config_of(Case(pp=pp, dp=dp, cp=cp, ep=ep, schedule=schedule, payload=payload))
+    config = config_of(
+        Case(pp=pp, dp=dp, cp=cp, ep=ep, schedule=schedule, payload=payload, ranks_per_node=2 if dp == 4 else None)
+    )
     config.model = replace(config.model, num_layers=3, dim=16, tied_head=pp == 4 if tied is None else tied)
     config.moe = replace(config.moe, aux_loss_weight=kind.aux_weight, z_loss_weight=kind.z_weight)
     config.moe.combine = "exact" if ep == 4 else "dedup"
