@@ -16,20 +16,21 @@ A row is computed by itself in products of fixed shape, so its bits do not depen
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_engine.ops.attention_order import Run, backward_steps, forward_runs
 from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, hide, rows_of
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.short_attention import is_short, short_attention
-from moe_engine.ops.visible import KEY_TILE, Step, Visible
+from moe_engine.ops.visible import Visible
 
-FILL = 4  # columns added to queries and keys in backward: one is used, the others keep the width a multiple of 4
+FILL = 16  # columns added to queries and keys: one is used, the others keep rows on borders of cache lines
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+LIMIT = 2.0**60  # of sums: a greatest score is known well enough
 
 
 def attention_forward(
@@ -41,57 +42,89 @@ def attention_forward(
     fp32 (fp64). G divides H: head g of keys and values serves query heads g H/G … (g+1) H/G - 1. A query without a
     visible key gives 0 and -inf. Not recorded by autograd. Of tensors without data (device `meta`) only sizes come.
     """
-    (B, Sq, H, _), e = q.shape, v.shape[-1]
+    (B, Sq, H, d), e = q.shape, v.shape[-1]
     out = torch.zeros(B, Sq, H, e, dtype=dtype or v.dtype, device=q.device)
     lse = torch.full((B, Sq, H), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def attend(scratch: Scratch, piece: Piece) -> None:
-        q_ = scratch.queries("q", q, piece)
-        k_t, v_ = scratch.keys("k", k, piece).transpose(1, 2), scratch.keys("v", v, piece)
+        q_, k_ = scratch.queries("q", q, piece, FILL), scratch.keys("k", k, piece, FILL)
+        k_[..., d] = 1
+        operands = _Operands(q_, k_, scratch.keys("v", v, piece), d, scale * LOG2E)
         heads, group = (-1, piece.group), piece.group
         to, lse_to = (x[piece.row, :, piece.queries].unflatten(1, heads) for x in (out, lse))  # [Sq, heads, H/G, …]
-        for rows, steps in itertools.groupby(visible.steps_of(piece.row), key=lambda step: step.queries):
-            block, sums, top = _online(rows_of(q_, rows), k_t, v_, visible, piece, scratch, steps, scale)
-            block.div_(sums.clamp(min=1))  # as it is where any key is seen: the greatest score's own is 1
-            cut(to, 0, rows).copy_(block.unflatten(1, (-1, group)).transpose(0, 1))
-            cut(lse_to, 0, rows).copy_(top.add_(sums.log_()).squeeze(2).unflatten(1, (-1, group)).transpose(0, 1))
+        for run in forward_runs(visible, piece.row, group):
+            block, sums, top = _softmax(operands, visible, piece, scratch, run)
+            lse_ = top.add_(sums.log2()).mul_(LN2).squeeze(2)
+            cut(lse_to, 0, run.queries).copy_(lse_.unflatten(1, (-1, group)).transpose(0, 1))
+            sums.clamp_(min=1)  # as it is where any key is seen: a score less itself gave 1
+            block, sums = (x.unflatten(1, (-1, group)).transpose(0, 1) for x in (block, sums))
+            torch.div(block, sums, out=cut(to, 0, run.queries))
 
     for_pieces(attend, q, k, visible)
     return out, lse
 
 
-def _online(
-    q: Tensor,
-    k_t: Tensor,
-    v: Tensor,
-    visible: Visible,
-    piece: Piece,
-    scratch: Scratch,
-    steps: Iterator[Step],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over the tiles of the steps: q [heads, R, d], k_t [heads, d, Sk], v [heads, Sk, e].
-
-    Returns exp(scores - top) v [heads, R, e], the sums of exp(scores - top), and top, the greatest score [heads, R, 1].
+class _Operands(NamedTuple):
+    """q [heads, Sq, H/G, d + FILL], of which column d belongs to `_online`, k [heads, Sk, d + FILL] with 1 in column d,
+    v [heads, Sk, e]. scale: of scores as powers of 2.
     """
-    found: tuple[Tensor, Tensor, Tensor] | None = None
-    for step in steps:
-        scores = scratch.product("scores", q, cut(k_t, 2, step.keys), scale)
-        hide(scores, visible, piece.row, step, piece.group)
-        top = scores.amax(dim=2, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # finite: -inf - -inf is NaN
-        if found is not None:
-            torch.maximum(top, found[2], out=top)
-        weights = scores.sub_(top).exp_()
-        added = weights.sum(dim=2, keepdim=True)
-        if found is None:
-            found = scratch.product("block", weights, cut(v, 1, step.keys)), added, top
-        else:
-            block, sums, last_top = found
-            shrink = last_top.sub_(top).exp_()
-            block.mul_(shrink).baddbmm_(weights, cut(v, 1, step.keys))
-            found = block, sums.mul_(shrink).add_(added), top
-    assert found is not None
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d: int
+    scale: float
+
+
+def _softmax(
+    x: _Operands, visible: Visible, piece: Piece, scratch: Scratch, run: Run
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax of a run's queries, in powers of 2.
+
+    Returns 2^(scores - top) v [heads, R, e], the sums of 2^(scores - top) [heads, R, 1], and top [heads, R, 1], the
+    greatest score or one near enough to it.
+    """
+    found = _online(x, visible, piece, scratch, run, trusting=True)
+    if any(step.known for step in run.steps) and not found[1].max().item() < LIMIT:
+        found = _online(x, visible, piece, scratch, run, trusting=False)
     return found
+
+
+def _online(
+    x: _Operands, visible: Visible, piece: Piece, scratch: Scratch, run: Run, trusting: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_softmax`. trusting: where a step's top is known, no greater one is sought; sums beyond LIMIT, or NaN, tell
+    when one should have been.
+    """
+    heads, R = x.q.shape[0], (run.queries.stop - run.queries.start) * piece.group
+    shapes = {"block": (heads, R, x.v.shape[2]), "sums": (heads, R, 1), "top": (heads, R, 1)}
+    whole = [scratch.part(name, shape) for name, shape in shapes.items()]
+    for step in run.steps:
+        start, stop = ((place - run.queries.start) * piece.group for place in (step.queries.start, step.queries.stop))
+        block, sums, top = (each.narrow(1, start, stop - start) for each in whole)
+        q, v, known = rows_of(x.q, step.queries), cut(x.v, 1, step.keys), step.known and trusting
+        width = x.d + 1 if known else x.d  # with -top as one more number, scores arrive less top
+        k_t = cut(x.k, 1, step.keys)[..., :width].transpose(1, 2)
+        scores = scratch.product("scores", q[..., :width], k_t, x.scale)
+        hide(scores, visible, piece.row, step, piece.group)
+        if not known:
+            greatest = scores.amax(dim=2, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # -inf - -inf is NaN
+            if not step.first:
+                torch.maximum(greatest, top, out=greatest)
+                shrink = top.sub_(greatest).exp2_()
+                block.mul_(shrink)
+                sums.mul_(shrink)
+            top.copy_(greatest)
+            scores.sub_(greatest)
+            torch.div(greatest.squeeze(2), -x.scale, out=q[..., x.d])
+        weights = scores.exp2_()
+        added = weights.sum(dim=2, keepdim=True)
+        block.baddbmm_(weights, v, beta=0 if step.first else 1)
+        if step.first:
+            sums.copy_(added)
+        else:
+            sums.add_(added)
+    return whole[0], whole[1], whole[2]
 
 
 def attention_backward(
@@ -123,15 +156,15 @@ def attention_backward(
         k_[..., d], v_[..., e] = 1, 1
         d_q_ = scratch("d_q", (*q_.shape[:-1], d)).zero_()
         d_k_, d_v_ = scratch("d_k", (*k_.shape[:-1], d)).zero_(), scratch("d_v", (*v_.shape[:-1], e)).zero_()
-        plain_k, k_t, v_t = k_[..., :d], k_.transpose(1, 2), v_.transpose(1, 2)
-        # Tile by tile, so that the gradients of a tile's keys stay in the cache.
-        for step in sorted(visible.steps_of(piece.row), key=lambda step: step.keys.start // KEY_TILE):
+        plain_k = k_[..., :d]
+        for step in backward_steps(visible, piece.row, piece.group):
             q_rows, d_rows = rows_of(q_, step.queries), rows_of(d_out_, step.queries)
-            p = scratch.product("scores", q_rows, cut(k_t, 2, step.keys), scale)
+            k_t, v_t = (cut(x, 1, step.keys).transpose(1, 2) for x in (k_[..., : d + 1], v_[..., : e + 1]))
+            p = scratch.product("scores", q_rows[..., : d + 1], k_t, scale * LOG2E)
             hide(p, visible, piece.row, step, piece.group)
-            p.exp_()
+            p.exp2_()
             cut(d_v_, 1, step.keys).baddbmm_(p.transpose(1, 2), d_rows[..., :e])
-            d_scores = scratch.product("d_scores", d_rows, cut(v_t, 2, step.keys)).mul_(p)
+            d_scores = scratch.product("d_scores", d_rows[..., : e + 1], v_t).mul_(p)
             cut(d_k_, 1, step.keys).baddbmm_(d_scores.transpose(1, 2), q_rows[..., :d], alpha=scale)
             rows_of(d_q_, step.queries).baddbmm_(d_scores, cut(plain_k, 1, step.keys), alpha=scale)
         d_q[piece.row, :, piece.queries].unflatten(1, (-1, piece.group)).copy_(d_q_.transpose(0, 1))

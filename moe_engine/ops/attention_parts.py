@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ from moe_engine.ops.threads import share_out
 from moe_engine.ops.visible import KEY_TILE, Step, Visible
 
 HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
-LONG_HEADS = 2  # as many where keys are more than one tile
+LONG_HEADS = 1  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Scratch:
     def __init__(self, like: Tensor) -> None:
         self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._parts: dict[str, tuple[Tensor, dict[tuple[int, ...], Tensor]]] = {}
         self._made: dict[tuple[int, int], Any] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -44,6 +46,16 @@ class Scratch:
         if (name, *shape) not in self._buffers:
             self._buffers[name, *shape] = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return self._buffers[name, *shape]
+
+    def part(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Numbers of any value, in memory that `name` has for all shapes."""
+        size = math.prod(shape)
+        if name not in self._parts or self._parts[name][0].numel() < size:
+            self._parts[name] = torch.empty(size, dtype=self.dtype, device=self.device), {}
+        memory, known = self._parts[name]
+        if shape not in known:
+            known[shape] = memory[:size].view(shape)
+        return known[shape]
 
     def once(self, piece: Piece, visible: Visible, make: Callable[[], T]) -> T:
         """What `make` gives of these buffers: made once for all pieces of as many heads whose rows see alike."""
@@ -72,7 +84,7 @@ class Scratch:
 
     def product(self, name: str, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
         """Batched matrix product times a factor."""
-        out = self(name, (a.shape[0], a.shape[1], b.shape[2]))
+        out = self.part(name, (a.shape[0], a.shape[1], b.shape[2]))
         return torch.baddbmm(out, a, b, beta=0, alpha=factor, out=out)
 
 
@@ -115,7 +127,7 @@ def for_pieces(attend: Callable[[Scratch, Piece], None], q: Tensor, k: Tensor, v
     group, at_once = H // G, heads_at_once(q, k)
     pieces = []
     for b in range(B):
-        visible.steps_of(b)  # found here, not by several threads at once
+        visible.steps_of(b, group)  # found here, not by several threads at once
         for number, start in enumerate(range(0, G, at_once)):
             stop = min(start + at_once, G)
             pieces.append(Piece(b, number, slice(start, stop), slice(start * group, stop * group), group))

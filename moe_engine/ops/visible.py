@@ -7,10 +7,10 @@ seen are skipped, and only tiles on an edge are masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,25 @@ from torch import Tensor
 
 EDGE = 64  # queries and keys are known to be seen, or not, by blocks of this size
 QUERY_BLOCK = 64  # smaller ones skip more of what is not seen, and multiply slower
-LONG_QUERY_BLOCK = 128  # for more keys than one tile
+LONG_QUERY_BLOCK = 128  # for more keys than one tile, of all query heads that share them
+LEAST_QUERY_BLOCK = 16  # however many heads that are
 KEY_TILE = 512
+
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """A block of queries and the keys of one tile, of which some are seen; `edge`: those not seen by all queries."""
+    """A block of queries and the keys of one tile, of which some are seen; `edge`: those not seen by all queries.
+
+    first, known: what `ops.attention_order` finds of steps in its order. It is the first of its queries; of each of them
+    an earlier step knows a score.
+    """
 
     queries: slice
     keys: slice
     edge: slice | None
+    first: bool = False
+    known: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,17 +65,30 @@ class Visible:
         """Whether queries are those of the keys' own places."""
         return self.q_places is self.k_places and self.q_documents is self.k_documents
 
-    def steps_of(self, row: int) -> list[Step]:
-        """The steps of a row, in the order of queries, then keys."""
-        return self.steps[row if len(self.steps) > 1 else 0]
+    def query_block(self, group: int = 1) -> int:
+        """Queries of a block, where `group` query heads share keys. A tile is a whole number of blocks."""
+        if self.k_places.numel() <= KEY_TILE:
+            return QUERY_BLOCK
+        return max(LEAST_QUERY_BLOCK, LONG_QUERY_BLOCK >> (group - 1).bit_length())
 
-    @cached_property
-    def steps(self) -> list[list[Step]]:
+    def steps_of(self, row: int, group: int = 1) -> list[Step]:
+        """The steps of a row, in the order of queries, then keys."""
+        block = self.query_block(group)
+        steps = self.once(("steps", block), lambda: self._steps(block))
+        return steps[row if len(steps) > 1 else 0]
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` gives, made the first time that `key` is asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
+
+    def _steps(self, block: int) -> list[list[Step]]:
         """In the order of queries, then keys: for each row, or once if all rows see alike."""
         rows = 1 if self.q_documents is None else self.q_documents.shape[0]
         if not (self.q_places.numel() and self.k_places.numel()):
             return [[] for _ in range(rows)]
-        block = QUERY_BLOCK if self.k_places.numel() <= KEY_TILE else LONG_QUERY_BLOCK
         seen, all_seen = self._blocks(block)
         return [list(self._row_steps(block, *both)) for both in zip(seen, all_seen, strict=True)]
 
@@ -129,9 +151,14 @@ class Visible:
             hidden = hidden | (self.k_documents[row, keys] != self.q_documents[row, queries, None])
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
         # As many as the edges of a few documents have: memory must stay linear in the length.
-        if len(self._masks) < 4 * len(self.steps) * (1 + self.q_places.numel() // QUERY_BLOCK):
+        rows = 1 if self.q_documents is None else self.q_documents.shape[0]
+        if len(self._masks) < 4 * rows * (1 + self.q_places.numel() // (queries.stop - queries.start)):
             self._masks[key] = mask
         return mask
+
+    @cached_property
+    def _made(self) -> dict[tuple[Any, ...], Any]:
+        return {}
 
     @cached_property
     def _masks(self) -> dict[tuple[Any, ...], Tensor]:

@@ -11,6 +11,7 @@ from measures import calc_diff
 from torch import Tensor
 
 from moe_engine.ops.attention import attention, attention_backward, attention_forward
+from moe_engine.ops.attention_order import JOINED
 from moe_engine.ops.attention_parts import HEADS
 from moe_engine.ops.rotary import Turn, rotate_end
 from moe_engine.ops.short_attention import latent_attention
@@ -204,7 +205,7 @@ def test_steps_are_the_blocks_that_see_something() -> None:
     """Exactly, for causal rows; and masks only on edges."""
     S = KEY_TILE + 3 * EDGE
     visible = whole_rows(S)
-    (steps,) = visible.steps
+    steps = visible.steps_of(0)
     mask = seen(visible, 1)[0]
     done = torch.zeros_like(mask, dtype=torch.int32)
     for step in steps:
@@ -219,7 +220,7 @@ def test_steps_are_the_blocks_that_see_something() -> None:
     computed, needed = int(done.sum()), int(mask.sum())
     assert computed < needed + S * (EDGE + LONG_QUERY_BLOCK) / 2
     tails = Visible(torch.arange(S, 2 * S), torch.arange(S), torch.ones(1, S), torch.zeros(1, S))
-    assert tails.steps == [[]]  # all keys are earlier, and of another document
+    assert tails.steps_of(0) == []  # all keys are earlier, and of another document
 
 
 def test_no_tensor_has_two_dimensions_of_the_length() -> None:
@@ -239,7 +240,7 @@ def test_no_tensor_has_two_dimensions_of_the_length() -> None:
             visible = whole_rows(S, documents)
             out, lse = attention_forward(q, k, v, visible, 0.3)
             attention_backward(d_out, q, k, v, out, lse, visible, 0.3)
-    assert max(sizes) <= LONG_QUERY_BLOCK * KEY_TILE < S * S / 16
+    assert max(sizes) <= JOINED * LONG_QUERY_BLOCK * KEY_TILE < S * S / 16
 
 
 @pytest.mark.parametrize("S", [4 * QUERY_BLOCK, KEY_TILE + 1])
