@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ LONG_HEADS = 1  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Piece(NamedTuple):
@@ -38,7 +39,6 @@ class Scratch:
     def __init__(self, like: Tensor) -> None:
         self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._parts: dict[str, tuple[Tensor, dict[tuple[int, ...], Tensor]]] = {}
         self._made: dict[tuple[int, int], Any] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -48,18 +48,17 @@ class Scratch:
         return self._buffers[name, *shape]
 
     def part(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Numbers of any value, in memory that `name` has for all shapes."""
-        size = math.prod(shape)
-        if name not in self._parts or self._parts[name][0].numel() < size:
-            self._parts[name] = torch.empty(size, dtype=self.dtype, device=self.device), {}
-        memory, known = self._parts[name]
-        if shape not in known:
-            known[shape] = memory[:size].view(shape)
-        return known[shape]
+        """Numbers of any value: the first ones of the memory that `name` was given, which was enough for this shape."""
+        return self._buffers[name,][: math.prod(shape)].view(shape)
+
+    def reserve(self, name: str, size: int) -> None:
+        """Memory for `part`, of so many numbers at least."""
+        if (name,) not in self._buffers or self._buffers[name,].numel() < size:
+            self._buffers[name,] = torch.empty(size, dtype=self.dtype, device=self.device)
 
     def once(self, piece: Piece, visible: Visible, make: Callable[[], T]) -> T:
         """What `make` gives of these buffers: made once for all pieces of as many heads whose rows see alike."""
-        key = piece.heads.stop - piece.heads.start, id(visible.steps_of(piece.row))
+        key = piece.heads.stop - piece.heads.start, id(visible.steps_of(piece.row, piece.group))
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]
@@ -82,10 +81,29 @@ class Scratch:
         (wide[..., :n] if fill else wide).copy_(x)
         return wide
 
-    def product(self, name: str, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
-        """Batched matrix product times a factor."""
-        out = self.part(name, (a.shape[0], a.shape[1], b.shape[2]))
-        return torch.baddbmm(out, a, b, beta=0, alpha=factor, out=out)
+
+class Views(Generic[V]):
+    """Views of a buffer by a part of its rows, each made once: making one costs as much as a small operator."""
+
+    def __init__(self, make: Callable[[slice], V]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, int], V] = {}
+
+    def __call__(self, part: slice) -> V:
+        key = part.start, part.stop
+        if key not in self._made:
+            self._made[key] = self._make(part)
+        return self._made[key]
+
+
+def length(part: slice) -> int:
+    count: int = part.stop - part.start
+    return count
+
+
+def size(step: Step) -> int:
+    """Scores of a step and one head."""
+    return length(step.queries) * length(step.keys)
 
 
 def cut(x: Tensor, dim: int, part: slice) -> Tensor:
@@ -98,19 +116,12 @@ def rows_of(x: Tensor, queries: slice) -> Tensor:
 
 
 def hidden(scores: Tensor, visible: Visible, row: int, step: Step, group: int) -> tuple[Tensor, Tensor] | None:
-    """What `hide` adds a mask to, and the mask; None where all is seen."""
+    """What a mask is to be added to, and the mask; None where all is seen: scores [heads, queries * H/G, keys]."""
     if step.edge is None:
         return None
     edge = scores.narrow(2, step.edge.start - step.keys.start, step.edge.stop - step.edge.start)
     mask = visible.mask(row, step, scores.dtype)
     return (edge, mask) if group == 1 else (edge.unflatten(1, (-1, group)), mask[:, None])
-
-
-def hide(scores: Tensor, visible: Visible, row: int, step: Step, group: int) -> None:
-    """Set what queries may not see to -inf: scores [heads, queries * H/G, keys of the step]."""
-    found = hidden(scores, visible, row, step, group)
-    if found is not None:
-        found[0].add_(found[1])
 
 
 def heads_at_once(q: Tensor, k: Tensor) -> int:

@@ -28,15 +28,13 @@ T = TypeVar("T")
 class Step(NamedTuple):
     """A block of queries and the keys of one tile, of which some are seen; `edge`: those not seen by all queries.
 
-    first, known: what `ops.attention_order` finds of steps in its order. It is the first of its queries; of each of them
-    an earlier step knows a score.
+    first: whether it is the first of its queries, which `ops.attention_order` finds.
     """
 
     queries: slice
     keys: slice
     edge: slice | None
     first: bool = False
-    known: bool = False
 
 
 @dataclass(frozen=True)

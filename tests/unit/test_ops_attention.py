@@ -224,7 +224,7 @@ def test_steps_are_the_blocks_that_see_something() -> None:
 
 
 def test_no_tensor_has_two_dimensions_of_the_length() -> None:
-    S, sizes = 2048, set()
+    S, sizes = 4096, set()
 
     class Note(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
