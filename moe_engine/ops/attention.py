@@ -2,17 +2,17 @@
 
 A block of queries of one head meets a tile of keys: scores, softmax and their gradients are made, used and forgotten
 while they are in the second-level cache, so memory grows with the length and not with its square. Forward keeps the
-softmax's log-sum-exp, and backward makes the softmax again from that (Dao et al., arXiv 2205.14135). What a query may see is
-told by places and documents (`ops.visible`), so the queries of one part of a sequence can meet the keys of another, as
-context parallel ranks do. Rows of one tile have a shorter way, `ops.short_attention`.
+softmax's log-sum-exp, and backward makes the softmax again from that (Dao et al., arXiv 2205.14135). What a query may
+see is told by places and documents (`ops.visible`), so the queries of one part of a sequence can meet the keys of
+another, as context parallel ranks do. Rows of one tile have a shorter way, `ops.short_attention`.
 
-Everything inside is fp32 (fp64 for fp64): many CPUs have no 16-bit products, and scores deserve the precision. What can
-be is done by the products: with one more number of each query and 1 of each key, scores arrive less any number, which in
-backward is their log-sum-exp; likewise d_out and v give the softmax's gradient less its mean.
+Everything inside is fp32 (fp64 for fp64): many CPUs have no 16-bit products, and scores deserve the precision. Some
+subtractions are done by the products: with one more number of each query and 1 of each key, scores arrive less any
+number, which in backward is their log-sum-exp; likewise d_out and v give the softmax's gradient less its mean.
 
 A softmax needs something near the greatest score only so that nothing overflows. Where each query sees itself that is
-its score with its own key, known before any block; sums tell when it was too small, and then, as wherever queries meet the
-keys of others, the greatest score is sought tile by tile (Milakov and Gimelshein, arXiv 1805.02867).
+its score with its own key, known before any tile; sums tell when it was too small, and then, as wherever queries meet
+the keys of others, the greatest score is sought tile by tile (Milakov and Gimelshein, arXiv 1805.02867).
 
 A row is computed by itself in products of fixed shape, so its bits do not depend on the rows beside it.
 """
@@ -20,13 +20,14 @@ A row is computed by itself in products of fixed shape, so its bits do not depen
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_engine.ops.attention_order import backward_steps, forward_runs
-from moe_engine.ops.attention_parts import Piece, Scratch, Views, cut, for_pieces, hidden, length, rows_of, size
+from moe_engine.ops.attention_order import runs_of
+from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, hidden, length, rows_of
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.short_attention import is_short, short_attention
 from moe_engine.ops.visible import Visible
@@ -50,21 +51,20 @@ def attention_forward(
     lse = torch.full((B, Sq, H), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def attend(scratch: Scratch, piece: Piece) -> None:
-        q_, k_ = scratch.queries("q", q, piece, FILL), scratch.keys("k", k, piece, FILL)
-        v_ = scratch.keys("v", v, piece)
-        own, sums, top = (scratch(name, q_.shape[:3]) for name in ("own", "sums", "top"))
-        if visible.each_sees_itself:
-            torch.linalg.vecdot(q_[..., :d], k_[:, :, None, :d], out=own)
-        torch.mul(own, scale * LOG2E, out=top)
-        k_[..., d], q_[..., d] = 1, own.neg_()
-        sums.zero_()
+        k_, v_ = scratch.keys("k", k, piece, FILL), scratch.keys("v", v, piece)
+        k_[..., d] = 1
         of_heads = -1, piece.group
         to, lse_to = (x[piece.row, :, piece.queries].unflatten(1, of_heads) for x in (out, lse))  # [Sq, heads, H/G, …]
-        for run in scratch.once(piece, visible, lambda: _forward_runs(q_, k_, v_, d, visible, piece, scratch)):
-            _softmax(run, scale * LOG2E, visible.each_sees_itself)
-            block = run.block.div_(run.sums.clamp(min=1))  # as they are where any key is seen: own less own gave 1
-            cut(to, 0, run.queries).copy_(block.unflatten(1, of_heads).transpose(0, 1))
-        lse_to.copy_(top.add_(sums.log2_()).mul_(LN2).transpose(0, 1))
+        for run in scratch.once(piece, visible, lambda: _forward_runs(k_, v_, visible, piece, scratch)):
+            q_, top = scratch.queries("q", q, piece, FILL, run.queries), run.top.squeeze(3)
+            if visible.each_sees_itself:
+                torch.linalg.vecdot(q_[..., :d], cut(k_, 1, run.queries)[:, :, None, :d], out=top)
+                torch.neg(top, out=q_[..., d])
+            _softmax(run, q_[..., d], scale * LOG2E, visible.each_sees_itself)
+            logs = run.sums.log2().add_(run.top).mul_(LN2).squeeze(3)
+            cut(lse_to, 0, run.queries).copy_(logs.transpose(0, 1))
+            run.block.div_(run.sums.clamp_(min=1))  # as they are where any key is seen: a score less itself gave 1
+            cut(to, 0, run.queries).copy_(run.block.transpose(0, 1))
 
     for_pieces(attend, q, k, visible)
     return out, lse
@@ -78,60 +78,64 @@ class _ForwardStep(NamedTuple):
     v: Tensor  # [heads, keys, e]
     scores: Tensor  # [heads, rows, keys]
     edge: tuple[Tensor, Tensor] | None  # the part of the scores that a mask is added to, and the mask
-    block: Tensor  # [heads, rows, e], and likewise the step's rows of what `_ForwardRun` has
-    sums: Tensor
-    top: Tensor
+    block: Tensor  # [heads, rows, e], as the next two a part of its run's
+    sums: Tensor  # [heads, rows, 1]
+    top: Tensor  # [heads, rows, 1]
     first: bool
 
 
 class _ForwardRun(NamedTuple):
-    """As much of the queries' rows.
-
-    column: the last number of queries, less which scores arrive; block: sums of 2^(scores - top) v; sums: of
-    2^(scores - top); top: a number near the greatest score. Scores are powers of 2.
-    """
+    """top: a number near each query's greatest score; block: sums of 2^(scores - top) v; sums: of 2^(scores - top)."""
 
     queries: slice
-    column: Tensor  # [heads, queries, H/G]
-    block: Tensor  # [heads, R, e]
-    sums: Tensor  # [heads, R, 1]
-    top: Tensor  # [heads, R, 1]
+    block: Tensor  # [heads, queries, H/G, e]
+    sums: Tensor  # [heads, queries, H/G, 1]
+    top: Tensor  # [heads, queries, H/G, 1]
     steps: list[_ForwardStep]
 
 
-def _forward_runs(
-    q: Tensor, k: Tensor, v: Tensor, d: int, visible: Visible, piece: Piece, scratch: Scratch
-) -> list[_ForwardRun]:
-    """q [heads, Sq, H/G, d + FILL], k [heads, Sk, d + FILL], v [heads, Sk, e], which are buffers."""
-    runs = forward_runs(visible, piece.row, piece.group)
-    heads, group, e = q.shape[0], piece.group, v.shape[2]
-    sums, top = (scratch(name, q.shape[:3]).unsqueeze(3) for name in ("sums", "top"))
-    scratch.reserve("scores", heads * group * max((size(step) for run in runs for step in run.steps), default=0))
-    scratch.reserve("block", heads * group * e * max((length(run.queries) for run in runs), default=0))
-    q_of = Views(lambda part: rows_of(q, part)[..., : d + 1])
-    k_t_of = Views(lambda part: cut(k, 1, part)[..., : d + 1].transpose(1, 2))
-    v_of = Views(lambda part: cut(v, 1, part))
-    sums_of, top_of = Views(lambda part: rows_of(sums, part)), Views(lambda part: rows_of(top, part))
+def _forward_runs(k: Tensor, v: Tensor, visible: Visible, piece: Piece, scratch: Scratch) -> list[_ForwardRun]:
+    """k [heads, Sk, d + FILL], v [heads, Sk, e], which are buffers."""
+    (heads, _, wide), e, group = k.shape, v.shape[2], piece.group
+    d = wide - FILL
+
+    @cache
+    def buffers(queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        shape = heads, queries, group
+        return scratch("block", (*shape, e)), scratch("sums", (*shape, 1)), scratch("top", (*shape, 1))
+
+    @cache
+    def of_rows(queries: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        part, (block, sums, top) = slice(start, stop), buffers(queries)
+        q = rows_of(scratch("q", (heads, queries, group, wide)), part)[..., : d + 1]
+        return q, rows_of(block, part), rows_of(sums, part), rows_of(top, part)
+
+    @cache
+    def of_keys(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        part = slice(start, stop)
+        return cut(k, 1, part)[..., : d + 1].transpose(1, 2), cut(v, 1, part)
+
     found = []
-    for run in runs:
-        block = scratch.part("block", (heads, length(run.queries), group, e))
-        steps = []
-        for step in run.steps:
-            rows, keys = step.queries, step.keys
-            scores = scratch.part("scores", (heads, length(rows) * group, length(keys)))
+    for queries, steps in runs_of(visible, piece.row, group):
+        views = []
+        for step in steps:
+            rows = (place - queries.start for place in (step.queries.start, step.queries.stop))
+            q, block, sums, top = of_rows(length(queries), *rows)
+            scores = scratch.part("scores", (heads, q.shape[1], length(step.keys)))
             edge = hidden(scores, visible, piece.row, step, group)
-            part = rows_of(block, slice(rows.start - run.queries.start, rows.stop - run.queries.start))
-            of_step = part, sums_of(rows), top_of(rows)
-            steps.append(_ForwardStep(q_of(rows), k_t_of(keys), v_of(keys), scores, edge, *of_step, step.first))
-        rows = run.queries
-        column = cut(q, 1, rows)[..., d]
-        found.append(_ForwardRun(rows, column, block.flatten(1, 2), sums_of(rows), top_of(rows), steps))
+            k_t, v_ = of_keys(step.keys.start, step.keys.stop)
+            views.append(_ForwardStep(q, k_t, v_, scores, edge, block, sums, top, step.first))
+        found.append(_ForwardRun(queries, *buffers(length(queries)), views))
     return found
 
 
-def _softmax(run: _ForwardRun, scale: float, own: bool) -> None:
-    """Fill block and sums, which are 0 before, and top, unless it is the queries' own scores."""
+def _softmax(run: _ForwardRun, column: Tensor, scale: float, own: bool) -> None:
+    """Fill block and sums, and top, unless it is the queries' own scores: of products, not yet scaled.
+
+    column [heads, queries, H/G]: the last number of queries, less which scores arrive. scale: of powers of 2.
+    """
     if own:
+        run.sums.zero_()
         for step in run.steps:
             step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
             if step.edge is not None:
@@ -139,11 +143,12 @@ def _softmax(run: _ForwardRun, scale: float, own: bool) -> None:
             step.sums.add_(step.scores.exp2_().sum(dim=2, keepdim=True))
             step.block.baddbmm_(step.scores, step.v, beta=0 if step.first else 1)
         if run.sums.max().item() < LIMIT:  # false for NaN
+            run.top.mul_(scale)
             return
-        run.sums.zero_()
-        run.column.zero_()
     least = torch.finfo(run.top.dtype).min  # -inf - -inf is NaN
+    run.sums.zero_()
     run.top.fill_(least)
+    column.zero_()
     for step in run.steps:
         step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
         if step.edge is not None:
@@ -176,32 +181,31 @@ def attention_backward(
     these keys, and shares add up.
     """
     d, e = q.shape[3], v.shape[3]
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in (q, k, v))
+    d_k, d_v = (torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in (k, v))
+    d_q = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)  # of queries that see nothing
 
     def attend(scratch: Scratch, piece: Piece) -> None:
-        d_out_, q_ = scratch.queries("d_out", d_out, piece, FILL), scratch.queries("q", q, piece, FILL)
         k_, v_ = scratch.keys("k", k, piece, FILL), scratch.keys("v", v, piece, FILL)
-        mean = scratch.queries("out", out, piece).mul_(d_out_[..., :e]).sum(dim=-1)
-        log_sums = scratch.queries("lse", lse.unsqueeze(-1), piece).squeeze(-1)
-        d_out_[..., e] = mean.neg_()
-        q_[..., d] = log_sums.masked_fill_(log_sums == -math.inf, 0).div_(-scale)
         k_[..., d], v_[..., e] = 1, 1
-        operands = q_, k_, v_, d_out_
-        d_q_, d_k_, d_v_ = (
-            scratch(f"d_{name}", (*x.shape[:-1], size)).zero_()
-            for name, x, size in (("q", q_, d), ("k", k_, d), ("v", v_, e))
-        )
-        gradients = d_q_, d_k_, d_v_
-        for step in scratch.once(piece, visible, lambda: _backward_steps(operands, gradients, visible, piece, scratch)):
-            step.p.baddbmm_(step.q_wide, step.k_t, beta=0, alpha=scale * LOG2E)
-            if step.edge is not None:
-                step.edge[0].add_(step.edge[1])
-            step.p.exp2_()
-            step.d_v.baddbmm_(step.p_t, step.d_out)
-            step.d_scores.baddbmm_(step.d_out_wide, step.v_t, beta=0).mul_(step.p)
-            step.d_k.baddbmm_(step.d_scores_t, step.q, alpha=scale)
-            step.d_q.baddbmm_(step.d_scores, step.k, alpha=scale)
-        d_q[piece.row, :, piece.queries].unflatten(1, (-1, piece.group)).copy_(d_q_.transpose(0, 1))
+        d_k_, d_v_ = scratch("d_k", (*k_.shape[:2], d)).zero_(), scratch("d_v", (*v_.shape[:2], e)).zero_()
+        operands = k_, v_, d_k_, d_v_
+        to = d_q[piece.row, :, piece.queries].unflatten(1, (-1, piece.group))
+        for run in scratch.once(piece, visible, lambda: _backward_runs(operands, visible, piece, scratch)):
+            q_, d_out_ = (scratch.queries(*x, piece, FILL, run.queries) for x in (("q", q), ("d_out", d_out)))
+            mean = scratch.queries("out", out, piece, part=run.queries).mul_(d_out_[..., :e]).sum(dim=-1)
+            log_sums = scratch.queries("lse", lse.unsqueeze(-1), piece, part=run.queries).squeeze(-1)
+            torch.neg(mean, out=d_out_[..., e])
+            torch.div(log_sums.masked_fill_(log_sums == -math.inf, 0), -scale, out=q_[..., d])
+            for step in run.steps:
+                step.p.baddbmm_(step.q_wide, step.k_t, beta=0, alpha=scale * LOG2E)
+                if step.edge is not None:
+                    step.edge[0].add_(step.edge[1])
+                step.p.exp2_()
+                step.d_v.baddbmm_(step.p_t, step.d_out)
+                step.d_scores.baddbmm_(step.d_out_wide, step.v_t, beta=0).mul_(step.p)
+                step.d_k.baddbmm_(step.d_scores_t, step.q, alpha=scale)
+                step.d_q.baddbmm_(step.d_scores, step.k, alpha=scale, beta=0 if step.first else 1)
+            cut(to, 0, run.queries).copy_(run.d_q.transpose(0, 1))
         d_k[piece.row, :, piece.heads], d_v[piece.row, :, piece.heads] = d_k_.transpose(0, 1), d_v_.transpose(0, 1)
 
     for_pieces(attend, q, k, visible)
@@ -213,12 +217,12 @@ class _BackwardStep(NamedTuple):
 
     q: Tensor  # [heads, rows, d]
     q_wide: Tensor
-    k: Tensor  # [heads, keys, d]
-    k_t: Tensor  # [heads, d + 1, keys]
-    v_t: Tensor  # [heads, e + 1, keys]
     d_out: Tensor  # [heads, rows, e]
     d_out_wide: Tensor
     d_q: Tensor  # [heads, rows, d]
+    k: Tensor  # [heads, keys, d]
+    k_t: Tensor  # [heads, d + 1, keys]
+    v_t: Tensor  # [heads, e + 1, keys]
     d_k: Tensor  # [heads, keys, d]
     d_v: Tensor  # [heads, keys, e]
     p: Tensor  # [heads, rows, keys]
@@ -226,38 +230,47 @@ class _BackwardStep(NamedTuple):
     d_scores: Tensor  # [heads, rows, keys]
     d_scores_t: Tensor
     edge: tuple[Tensor, Tensor] | None
+    first: bool
 
 
-def _backward_steps(
-    operands: tuple[Tensor, ...], gradients: tuple[Tensor, ...], visible: Visible, piece: Piece, scratch: Scratch
-) -> list[_BackwardStep]:
-    """operands q, k, v, d_out, with FILL more columns, and gradients of q, k, v, which are buffers."""
-    q, k, v, d_out = operands
-    d_q, d_k, d_v = gradients
-    heads, group, d, e = q.shape[0], piece.group, d_q.shape[-1], d_v.shape[-1]
-    order = backward_steps(visible, piece.row, group)
-    for name in ("scores", "d_scores"):
-        scratch.reserve(name, heads * group * max((size(step) for step in order), default=0))
+class _BackwardRun(NamedTuple):
+    queries: slice
+    d_q: Tensor  # [heads, queries, H/G, d]
+    steps: list[_BackwardStep]
 
-    def of_queries(part: slice) -> tuple[Tensor, ...]:
-        q_, d_out_ = rows_of(q, part), rows_of(d_out, part)
-        return q_[..., :d], q_[..., : d + 1], d_out_[..., :e], d_out_[..., : e + 1], rows_of(d_q, part)
 
-    def of_keys(part: slice) -> tuple[Tensor, ...]:
-        k_, v_ = cut(k, 1, part), cut(v, 1, part)
-        transposed = (x.transpose(1, 2) for x in (k_[..., : d + 1], v_[..., : e + 1]))
-        return k_[..., :d], *transposed, cut(d_k, 1, part), cut(d_v, 1, part)
+def _backward_runs(
+    operands: tuple[Tensor, ...], visible: Visible, piece: Piece, scratch: Scratch
+) -> list[_BackwardRun]:
+    """operands k and v, with FILL more columns, and gradients of both, which are buffers."""
+    k, v, d_k, d_v = operands
+    heads, group, d, e = k.shape[0], piece.group, d_k.shape[2], d_v.shape[2]
 
-    queries_of, keys_of = Views(of_queries), Views(of_keys)
+    @cache
+    def of_rows(queries: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        shapes = (("q", d + FILL), ("d_out", e + FILL), ("d_q", d))
+        q, d_out, d_q = (
+            rows_of(scratch(name, (heads, queries, group, size)), slice(start, stop)) for name, size in shapes
+        )
+        return q[..., :d], q[..., : d + 1], d_out[..., :e], d_out[..., : e + 1], d_q
+
+    @cache
+    def of_keys(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        k_, v_, d_k_, d_v_ = (cut(x, 1, slice(start, stop)) for x in operands)
+        return k_[..., :d], k_[..., : d + 1].transpose(1, 2), v_[..., : e + 1].transpose(1, 2), d_k_, d_v_
+
     found = []
-    for step in order:
-        q_, q_wide, d_out_, d_out_wide, d_q_ = queries_of(step.queries)
-        k_, k_t, v_t, d_k_, d_v_ = keys_of(step.keys)
-        shape = heads, length(step.queries) * group, length(step.keys)
-        p, d_scores = scratch.part("scores", shape), scratch.part("d_scores", shape)
-        views = (q_, q_wide, k_, k_t, v_t, d_out_, d_out_wide, d_q_, d_k_, d_v_)
-        edge = hidden(p, visible, piece.row, step, group)
-        found.append(_BackwardStep(*views, p, p.transpose(1, 2), d_scores, d_scores.transpose(1, 2), edge))
+    for queries, steps in runs_of(visible, piece.row, group):
+        views = []
+        for step in steps:
+            rows = (place - queries.start for place in (step.queries.start, step.queries.stop))
+            of_queries, of_tile = of_rows(length(queries), *rows), of_keys(step.keys.start, step.keys.stop)
+            shape = heads, of_queries[0].shape[1], length(step.keys)
+            p, d_scores = scratch.part("scores", shape), scratch.part("d_scores", shape)
+            scores = p, p.transpose(1, 2), d_scores, d_scores.transpose(1, 2)
+            edge = hidden(p, visible, piece.row, step, group)
+            views.append(_BackwardStep(*of_queries, *of_tile, *scores, edge, step.first))
+        found.append(_BackwardRun(queries, scratch("d_q", (heads, length(queries), group, d)), views))
     return found
 
 

@@ -11,30 +11,18 @@ from typing import NamedTuple
 
 from moe_engine.ops.visible import KEY_TILE, Step, Visible
 
-JOINED = 4  # blocks that go together
-
 
 class Run(NamedTuple):
-    """Neighbouring queries, at most `JOINED` blocks of them, and all steps of theirs."""
+    """Neighbouring queries and all steps of theirs."""
 
     queries: slice
     steps: list[Step]
 
 
-def forward_runs(visible: Visible, row: int, group: int) -> list[Run]:
+def runs_of(visible: Visible, row: int, group: int) -> list[Run]:
     """All queries of a row that see a key, where `group` query heads share keys."""
-    steps, most = visible.steps_of(row, group), JOINED * visible.query_block(group)
+    steps, most = visible.steps_of(row, group), visible.run_length(group)
     return visible.once(("runs", id(steps)), lambda: list(_runs(steps, most)))
-
-
-def backward_steps(visible: Visible, row: int, group: int) -> list[Step]:
-    """Tile by tile, so that the gradients of a tile's keys stay in the cache."""
-    steps, most = visible.steps_of(row, group), JOINED * visible.query_block(group)
-    return visible.once(("by tile", id(steps)), lambda: list(_joined(_by_tile(steps), most)))
-
-
-def _by_tile(steps: list[Step]) -> list[Step]:
-    return sorted(steps, key=lambda step: step.keys.start // KEY_TILE)
 
 
 def _runs(steps: list[Step], most: int) -> Iterator[Run]:
@@ -50,7 +38,7 @@ def _runs(steps: list[Step], most: int) -> Iterator[Run]:
 
 def _run(steps: list[Step], most: int) -> Run:
     found, begun = [], set()
-    for step in _by_tile(steps):
+    for step in sorted(steps, key=lambda step: step.keys.start // KEY_TILE):
         found.append(step._replace(first=step.queries.start not in begun))
         begun.add(step.queries.start)
     return Run(slice(steps[0].queries.start, steps[-1].queries.stop), list(_joined(found, most)))

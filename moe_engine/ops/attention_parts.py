@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ LONG_HEADS = 1  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 
 T = TypeVar("T")
-V = TypeVar("V")
+
+
+WHOLE = slice(None)
 
 
 class Piece(NamedTuple):
@@ -39,6 +41,7 @@ class Scratch:
     def __init__(self, like: Tensor) -> None:
         self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._parts: dict[str, tuple[Tensor, dict[tuple[int, ...], Tensor]]] = {}
         self._made: dict[tuple[int, int], Any] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -48,13 +51,14 @@ class Scratch:
         return self._buffers[name, *shape]
 
     def part(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Numbers of any value: the first ones of the memory that `name` was given, which was enough for this shape."""
-        return self._buffers[name,][: math.prod(shape)].view(shape)
-
-    def reserve(self, name: str, size: int) -> None:
-        """Memory for `part`, of so many numbers at least."""
-        if (name,) not in self._buffers or self._buffers[name,].numel() < size:
-            self._buffers[name,] = torch.empty(size, dtype=self.dtype, device=self.device)
+        """Numbers of any value, in memory that `name` has for all shapes."""
+        size = math.prod(shape)
+        if name not in self._parts or self._parts[name][0].numel() < size:
+            self._parts[name] = torch.empty(size, dtype=self.dtype, device=self.device), {}
+        memory, known = self._parts[name]
+        if shape not in known:
+            known[shape] = memory[:size].view(shape)
+        return known[shape]
 
     def once(self, piece: Piece, visible: Visible, make: Callable[[], T]) -> T:
         """What `make` gives of these buffers: made once for all pieces of as many heads whose rows see alike."""
@@ -72,9 +76,9 @@ class Scratch:
         (wide[..., :n] if fill else wide).copy_(x.transpose(0, 1))
         return wide
 
-    def queries(self, name: str, x: Tensor, piece: Piece, fill: int = 0) -> Tensor:
-        """x [B, S, query heads, n] -> the piece's [key-value heads, S, H/G, n + fill]."""
-        x = x[piece.row, :, piece.queries]
+    def queries(self, name: str, x: Tensor, piece: Piece, fill: int = 0, part: slice = WHOLE) -> Tensor:
+        """x [B, S, query heads, n] -> the piece's [key-value heads, S, H/G, n + fill], of a part of S."""
+        x = x[piece.row, part, piece.queries]
         S, n = x.shape[0], x.shape[2]
         x = x.unflatten(1, (-1, piece.group)).transpose(0, 1)
         wide = self(name, (x.shape[0], S, piece.group, n + fill))
@@ -82,28 +86,9 @@ class Scratch:
         return wide
 
 
-class Views(Generic[V]):
-    """Views of a buffer by a part of its rows, each made once: making one costs as much as a small operator."""
-
-    def __init__(self, make: Callable[[slice], V]) -> None:
-        self._make = make
-        self._made: dict[tuple[int, int], V] = {}
-
-    def __call__(self, part: slice) -> V:
-        key = part.start, part.stop
-        if key not in self._made:
-            self._made[key] = self._make(part)
-        return self._made[key]
-
-
 def length(part: slice) -> int:
     count: int = part.stop - part.start
     return count
-
-
-def size(step: Step) -> int:
-    """Scores of a step and one head."""
-    return length(step.queries) * length(step.keys)
 
 
 def cut(x: Tensor, dim: int, part: slice) -> Tensor:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 EDGE = 64  # queries and keys are known to be seen, or not, by blocks of this size
 QUERY_BLOCK = 64  # smaller ones skip more of what is not seen, and multiply slower
-LONG_QUERY_BLOCK = 128  # for more keys than one tile, of all query heads that share them
-LEAST_QUERY_BLOCK = 16  # however many heads that are
+LONG_QUERY_BLOCK = 128  # for more keys than one tile
+LONG_ROWS = 512  # of as many rows at most: queries times the heads that share keys
+LEAST_QUERY_BLOCK = 16  # however many those are
 KEY_TILE = 512
 
 T = TypeVar("T")
@@ -67,7 +68,11 @@ class Visible:
         """Queries of a block, where `group` query heads share keys. A tile is a whole number of blocks."""
         if self.k_places.numel() <= KEY_TILE:
             return QUERY_BLOCK
-        return max(LEAST_QUERY_BLOCK, LONG_QUERY_BLOCK >> (group - 1).bit_length())
+        return min(LONG_QUERY_BLOCK, self.run_length(group))
+
+    def run_length(self, group: int) -> int:
+        """Queries whose blocks go together where all of a tile is seen: a whole number of blocks."""
+        return max(LEAST_QUERY_BLOCK, LONG_ROWS >> (group - 1).bit_length())
 
     def steps_of(self, row: int, group: int = 1) -> list[Step]:
         """The steps of a row, in the order of queries, then keys."""

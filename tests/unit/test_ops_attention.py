@@ -11,11 +11,10 @@ from measures import calc_diff
 from torch import Tensor
 
 from moe_engine.ops.attention import attention, attention_backward, attention_forward
-from moe_engine.ops.attention_order import JOINED
 from moe_engine.ops.attention_parts import HEADS
 from moe_engine.ops.rotary import Turn, rotate_end
 from moe_engine.ops.short_attention import latent_attention
-from moe_engine.ops.visible import EDGE, KEY_TILE, LONG_QUERY_BLOCK, QUERY_BLOCK, Visible, whole_rows
+from moe_engine.ops.visible import EDGE, KEY_TILE, LONG_QUERY_BLOCK, LONG_ROWS, QUERY_BLOCK, Visible, whole_rows
 
 
 def inputs(
@@ -240,7 +239,7 @@ def test_no_tensor_has_two_dimensions_of_the_length() -> None:
             visible = whole_rows(S, documents)
             out, lse = attention_forward(q, k, v, visible, 0.3)
             attention_backward(d_out, q, k, v, out, lse, visible, 0.3)
-    assert max(sizes) <= JOINED * LONG_QUERY_BLOCK * KEY_TILE < S * S / 16
+    assert max(sizes) <= LONG_ROWS * KEY_TILE < S * S / 16
 
 
 @pytest.mark.parametrize("S", [4 * QUERY_BLOCK, KEY_TILE + 1])
