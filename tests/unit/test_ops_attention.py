@@ -10,7 +10,7 @@ import torch
 from measures import calc_diff
 from torch import Tensor
 
-from moe_engine.ops.attention import attention, attention_backward, attention_forward
+from moe_engine.ops.attention import LIMIT, attention, attention_backward, attention_forward
 from moe_engine.ops.attention_parts import HEADS
 from moe_engine.ops.rotary import Turn, rotate_end
 from moe_engine.ops.short_attention import latent_attention
@@ -163,6 +163,24 @@ def test_large_scores_do_not_overflow() -> None:
         results.append([out, *torch.autograd.grad(out, leaves, d_out.to(dtype))])
     for found, right in zip(*results, strict=True):
         assert calc_diff(found, right) < 1e-5
+
+
+def test_a_score_far_above_a_querys_own() -> None:
+    """Sums of powers less the own score overflow for some queries: these, and no others, seek the greatest score."""
+    q, k, v, d_out = inputs(1, 2, 1, LONG, 8, 8, torch.float32)
+    q[0, KEY_TILE:, 0], k[0, 3, 0] = q[0, KEY_TILE:, 0].abs() + 3, 5.0  # those of the last run, and one head
+    visible = whole_rows(LONG)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        tensors = [x.to(dtype) for x in (q, k, v)]
+        out, lse = attention_forward(*tensors, visible, 1.0)
+        results.append([out, lse, *attention_backward(d_out.to(dtype), *tensors, out, lse, visible, 1.0)])
+    own = (q.double() * k.double()).sum(dim=3)
+    assert float((results[1][1] - own).max()) > math.log(LIMIT)
+    for exact, right in zip(results[1], formula(q.double(), k.double(), v.double(), visible, 1.0), strict=False):
+        torch.testing.assert_close(exact, right, rtol=1e-11, atol=1e-11)
+    for found, exact in zip(*results, strict=True):
+        assert calc_diff(found, exact) < 1e-9  # scores of 200 are rounded to about 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
