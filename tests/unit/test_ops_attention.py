@@ -82,7 +82,7 @@ def test_a_window_hides_what_is_farther(window: int, packed: bool) -> None:
     for S in (50, 200, LONG):
         *tensors, d_out = inputs(2, 4, 2, S, 6, 5)
         check(tensors, d_out, whole_rows(S, two_documents(2, S) if packed else None, window=window))
-    steps = whole_rows(2048, window=128).steps[0]
+    steps = whole_rows(2048, window=128).steps_of(0)
     assert sum(step.keys.stop - step.keys.start for step in steps) <= 16 * (128 + 128 + 64)
 
 
