@@ -267,7 +267,7 @@ def _ratios(results: list[record.Result]) -> list[str]:
     lines = []
     for case in dict.fromkeys(result.case for result in results):
         timed = {r.candidate: r for r in results if r.case == case and r.samples}
-        rivals = [name for name in timed if name != peers.OURS]
+        rivals = [name for name in timed if name not in (peers.OURS, peers.HOSTED)]
         if peers.OURS not in timed or not rivals:
             continue
         medians = {name: record.summarize(r.samples).median for name, r in timed.items()}
@@ -277,4 +277,9 @@ def _ratios(results: list[record.Result]) -> list[str]:
             kept = timed[peers.OURS].figures["saved_mb"] / timed[peers.EAGER].figures["saved_mb"]
             line += f"; keeps {kept:.0%} of what eager experts keep"
         lines.append(line)
+        built_in = [name for name in rivals if name.startswith("transformers_")]
+        if peers.HOSTED in timed and built_in:
+            best = min(built_in, key=lambda name: medians[name])
+            ratio = medians[best] / medians[peers.HOSTED]
+            lines.append(f"  * as experts_implementation=moe_engine {ratio:.2f}x as fast as {best}")
     return lines

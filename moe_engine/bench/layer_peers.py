@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.moe.experts import experts_forward
+from moe_engine.ops.backend import check_backend
 
 OURS = "moe_engine"
+HOSTED = "transformers_moe_engine"  # the same inside transformers, by experts_implementation=
 EAGER = "transformers_eager"
 LARGEST_COPY = 2 << 30  # bytes of weights that an implementation may copy for its tokens
 # Libraries without an adapter: the module to look for.
@@ -26,7 +29,6 @@ WITHOUT_ADAPTER = {
     "scattermoe": "scattermoe",
     "sonic-moe": "sonicmoe",
     "liger-kernel": "liger_kernel",
-    "megablocks": "megablocks",
     "torchtitan": "torchtitan",
 }
 
@@ -52,6 +54,11 @@ Candidate = Callable[[Inputs], Tensor]
 def ours(inputs: Inputs) -> Tensor:
     """This engine's, as a function."""
     return experts_forward(inputs.x, inputs.ids, inputs.weights, inputs.gate_up, inputs.down)
+
+
+def megablocks(inputs: Inputs) -> Tensor:
+    """MegaBlocks' grouped products in our layer, `backend=megablocks`."""
+    return experts_forward(inputs.x, inputs.ids, inputs.weights, inputs.gate_up, inputs.down, backend="megablocks")
 
 
 def torch_grouped_mm(inputs: Inputs) -> Tensor:
@@ -80,17 +87,28 @@ def dense_loop(inputs: Inputs) -> Tensor:
 def candidates(inputs: Inputs) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Who takes part at this size, ours first; and why others do not."""
     found: dict[str, Candidate] = {OURS: ours, "torch_grouped_mm": torch_grouped_mm}
-    missing: dict[str, str] = {}
+    missing = others()
+    try:
+        check_backend("megablocks", True, None)
+    except ConfigError as error:
+        missing["megablocks"] = f"not run: {error}".replace("\n", "; ")
+    else:
+        if inputs.x.dtype == torch.bfloat16:
+            found["megablocks"] = megablocks
+        else:
+            missing["megablocks"] = "not run: multiplies in bf16 alone; use dtypes=[bf16]"
     names = ("eager", "grouped_mm", "batched_mm")
     if importlib.util.find_spec("transformers") is None:
-        return found, {f"transformers_{name}": "not installed" for name in names} | others()
+        return found, {f"transformers_{name}": "not installed" for name in (*names, "moe_engine")} | missing
     for name in names:
         copied = inputs.ids.numel() * inputs.gate_up[0].nbytes
         if name == "batched_mm" and copied > LARGEST_COPY:
             missing[f"transformers_{name}"] = f"not run: copies {copied / 2**30:.1f} GiB of weights"
         else:
             found[f"transformers_{name}"] = transformers_experts(inputs, name)
-    return found, missing | others()
+    importlib.import_module("moe_engine.integrations.transformers").register()
+    found[HOSTED] = transformers_experts(inputs, "moe_engine")
+    return found, missing
 
 
 def others() -> dict[str, str]:

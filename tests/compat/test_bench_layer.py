@@ -35,12 +35,15 @@ def test_every_case_is_checked_counted_timed_and_recorded(monkeypatch: pytest.Mo
     words = ["shapes=[mixtral_8x7b]", "scale=128", "tokens=24", "rounds=2", f"out={tmp_path}/b"]
     assert main(["bench", "layer", *words]) == 0
     results = record.read(tmp_path / "b")
-    assert {r.candidate for r in results} >= {"moe_engine", "torch_grouped_mm", "transformers_eager"}
+    assert {r.candidate for r in results} >= {
+        "moe_engine", "torch_grouped_mm", "transformers_eager", "transformers_moe_engine"
+    }  # fmt: skip
     for result in results:
         assert result.verdict.passed and len(result.samples) == 2 and result.figures["tokens_per_s"] > 0
         assert ("saved_mb" in result.figures) == result.case.startswith("both")
     report = (tmp_path / "b" / "report.md").read_text()
     assert "x as fast as" in report and "of what eager experts keep" in report and "* megablocks: not " in report
+    assert "as experts_implementation=moe_engine" in report
     assert (tmp_path / "b" / "plot.svg").exists()
 
 
@@ -77,10 +80,17 @@ def test_sizes_are_scaled_to_the_device() -> None:
 
 
 def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "scattermoe" else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if name in ("scattermoe", "megablocks") else None
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found, missing = layer_peers.candidates(layer.make_inputs(SMALL, 4, torch.float32, CPU)[0])
     assert list(found) == ["moe_engine", "torch_grouped_mm"]
     assert missing["scattermoe"].startswith("not run") and missing["transformers_eager"] == "not installed"
+    assert missing["megablocks"].startswith("not run: backend=megablocks: its kernels need CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "bf16 alone" in layer_peers.candidates(layer.make_inputs(SMALL, 4, torch.float32, CPU)[0])[1]["megablocks"]
+    assert "megablocks" in layer_peers.candidates(layer.make_inputs(SMALL, 4, torch.bfloat16, CPU)[0])[0]
     monkeypatch.undo()
     monkeypatch.setattr(layer_peers, "LARGEST_COPY", 1)
     _, missing = layer_peers.candidates(layer.make_inputs(SMALL, 4, torch.float32, CPU)[0])
