@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from moe_engine import MoELayer
+from moe_engine import MoEConfig, MoELayer
 
 MOE = make_config(expert_biases=True, aux_loss_weight=0.1)
 
@@ -37,8 +37,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def make_layer(**options: Any) -> MoELayer:
-    layer = MoELayer(MOE, dtype=torch.float64, **options)
+def make_layer(config: MoEConfig = MOE, **options: Any) -> MoELayer:
+    layer = MoELayer(config, dtype=torch.float64, **options)
     layer.router.expert_bias.copy_(torch.arange(8) * 0.01)
     return layer
 
@@ -138,9 +138,15 @@ def _checkpointed(model: Model, ep: bool) -> nn.Module:
 WRAPPERS = {"ddp": _ddp, "fsdp2": _fsdp, "meta, fsdp2": _meta_fsdp, "checkpoint": _checkpointed}
 
 
-def _wrapped(rank: int, wrapper: Callable[[Model, bool], nn.Module], ep: bool, micro_batches: int) -> dict[str, Tensor]:
+def _wrapped(
+    rank: int,
+    wrapper: Callable[[Model, bool], nn.Module],
+    ep: bool,
+    micro_batches: int,
+    config: MoEConfig = MOE,
+) -> dict[str, Tensor]:
     options = dict(ep_group=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"], average_gradients=True)
-    model = Model(make_layer(**(options if ep else {})))
+    model = Model(make_layer(config, **(options if ep else {})))
     wrapped = wrapper(model, ep)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.moe.update_balance_after(optimizer, dist.group.WORLD)
@@ -200,6 +206,28 @@ def test_two_compiled_ranks_equal_the_bare_layer(ep: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ep", [False, True], ids=["dp2", "ep2"])
+def test_two_compiled_ranks_with_a_capacity_equal_two_that_are_not_compiled(ep: bool) -> None:
+    """What an expert drops depends on a rank's tokens, so the bare layer is the same on two ranks, by DDP."""
+    config = make_config(expert_biases=True, aux_loss_weight=0.1, capacity_factor=0.75)
+    compiled, plain = (run_ranks(2, _wrapped, wrapper, ep, 1, config, time_limit=300) for wrapper in (_compiled, _ddp))
+    for found, expected in zip(compiled, plain, strict=True):
+        assert set(found) == set(expected)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+    dropless = run_ranks(2, _wrapped, _ddp, ep, 1)
+    assert not torch.allclose(plain[0]["out"], dropless[0]["out"])
+
+
+def test_one_checkpointed_process_equals_the_bare_layer() -> None:
+    model = Model(make_layer())
+    model.run = functools.partial(checkpoint, model.moe, use_reentrant=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.moe.update_balance_after(optimizer)
+    assert_equal_bare([results(model, step(model, optimizer, slice(0, 4)))], bare())
+
+
+@pytest.mark.slow
 def test_one_compiled_graph_equals_the_bare_layer_by_inductor() -> None:
     model = Model(make_layer())
     model.run = torch.compile(model.moe.forward, fullgraph=True)
@@ -243,6 +271,44 @@ def test_lora_on_the_experts_equals_the_layer_with_merged_weights() -> None:
     loss.append(mean_loss(model).item())
     norm = sum(grad.square().sum().item() for grad in gradients.values())
     assert loss[0] - loss[1] == pytest.approx(1e-6 * norm, rel=1e-3)
+
+
+def _of_experts(name: str, value: Tensor, experts: slice) -> Tensor:
+    """The part of an adapter of all 8 experts that is theirs: peft has A [experts, r, in] and B [out, r, experts]."""
+    if ".lora_A." in name:
+        return value.view(8, 2, -1)[experts].reshape(-1, value.shape[1])
+    return value.view(-1, 2, 8)[..., experts].reshape(len(value), -1)
+
+
+def _lora_step(rank: int | None) -> dict[str, Tensor]:
+    """peft's adapters after one step, and their gradients; None: one process with all tokens and experts."""
+    model = lora(make_layer())
+    if rank is not None:
+        whole = {name: value.detach() for name, value in model.named_parameters() if "lora_" in name}
+        model = lora(make_layer(ep_group=dist.group.WORLD, average_gradients=True))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.copy_(_of_experts(name, whole[name], slice(4 * rank, 4 * rank + 4)))
+    x, target = (values[slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)] for values in batch())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    y, aux = model(x)
+    ((y - target).square().mean() + aux).backward()
+    optimizer.step()
+    found = {"out": y.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found |= {f"d {name}": parameter.grad, name: parameter.detach()}
+    return found
+
+
+def test_lora_on_two_ranks_with_half_of_the_experts_each_steps_like_one() -> None:
+    ranks, expected = run_ranks(2, _lora_step), _lora_step(None)
+    torch.testing.assert_close(torch.cat([found["out"] for found in ranks]), expected["out"], rtol=1e-11, atol=1e-12)
+    for rank, found in enumerate(ranks):
+        assert set(found) == set(expected) and len(found) == 1 + 2 * 4
+        for name in set(found) - {"out"}:
+            mine = _of_experts(name, expected[name], slice(4 * rank, 4 * rank + 4))
+            torch.testing.assert_close(found[name], mine, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def mean_loss(model: Any) -> Tensor:
