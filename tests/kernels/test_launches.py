@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from interpreter import interpreted
 from measures import assert_same_bits, calc_diff, randn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
 from triton.runtime.interpreter import GridExecutor
 
 import moe_kernels
@@ -73,13 +76,13 @@ class NothingRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_launcher_reads_the_group_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grids come from numbers that the host knows: the rows and the number of groups."""
+def launches() -> list[Callable[[], Any]]:
+    """One of each kernel that takes group sizes."""
     counts, x, d = torch.tensor([5, 0, 9]), randn(16, 128), randn(16, 136, seed=1)
     w = randn(3, 136, 128, seed=2)
     a, (b, _, b_scale) = moe_kernels.quantize_rows(x), moe_kernels.quantize_blocks(w)
     columns = moe_kernels.quantize_columns(x, counts)
-    launches: list[Callable[[], Any]] = [
+    return [
         lambda: gemm.grouped_gemm(x, w.transpose(1, 2), counts),
         lambda: gemm_fp8.grouped_gemm_fp8(*a, b, b_scale, counts),
         lambda: wgrad.grouped_wgrad(d, x, counts),
@@ -88,13 +91,46 @@ def test_no_launcher_reads_the_group_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         lambda: quantize.quantize_rows_and_columns(x, counts),
     ]
 
+
+def test_no_launcher_reads_the_group_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids come from numbers that the host knows: the rows and the number of groups."""
+    counts, x = torch.tensor([5, 0, 9]), randn(16, 128)
+    given = launches()
+
     def refuse(_: Tensor) -> Any:
         raise AssertionError("a launcher reads a tensor")
 
     monkeypatch.setattr(Tensor, "tolist", refuse)
     monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
-    for launch in launches:
+    for launch in given:
         with NothingRead():
             launch()
     with pytest.raises(AssertionError, match="reads a tensor"), NothingRead():
         moe_kernels.quantize_columns(x, counts)  # the reference does
+
+
+def test_launches_ask_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Triton's nor CUDA's, on a machine that has them."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a driver is asked")
+
+    monkeypatch.setattr(type(driver), "active", property(refuse))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    for launch in launches():
+        launch()
+
+
+@pytest.mark.slow
+def test_importing_the_kernels_asks_no_driver() -> None:
+    program = """
+import importlib, torch, triton
+def refuse(*_):
+    raise AssertionError("a driver is asked")
+type(triton.runtime.driver).active = property(refuse)
+torch.cuda._lazy_init = refuse
+from moe_kernels import aot
+assert len([importlib.import_module(f"moe_kernels.device.{name}") for name in aot.MODULES]) == len(aot.MODULES)
+assert len(aot.variants()) > 50
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
