@@ -119,7 +119,11 @@ class Trainer:
         self.groups = connect(Layout.of(config.parallel), placement_of(config), rank, log)
         self.groups = with_windows(config, self.groups, device)
         precision = config.precision
-        self.fp8 = Fp8(precision.wgrad, precision.power_of_two_scales) if precision.name == "fp8" else None
+        self.fp8 = None
+        if precision.name == "fp8":
+            self.fp8 = Fp8(
+                precision.wgrad, precision.power_of_two_scales, keep_transposed=precision.keep_transposed_codes
+            )
         self.stages = self._stages()
         self.optimizer = ZeroOptimizer(self.named, self.groups, config.optim, config.precision)
         self.optimizer.fill_masters(self._initial_values)

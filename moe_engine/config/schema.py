@@ -206,6 +206,8 @@ class PrecisionConfig:
     # fp8 alone
     wgrad: str = "fp8"  # fp8 | bf16: the operands of weight gradients
     power_of_two_scales: bool = True  # else any fp32 number, and the tiles of a kept input change with a rounding
+    # Of weights, beside their codes, for input gradients; false: made at each of these, which halves the bytes of codes
+    keep_transposed_codes: bool = True
     bf16_first_layers: int = 0  # this many decoder layers at the start stay in bf16 …
     bf16_last_layers: int = 0  # … and this many at the end, MTP blocks not counted
 

@@ -127,7 +127,7 @@ def _check_fp8(rules: _Rules) -> None:
     rules.at_least(0, *ends)
     default, given = PrecisionConfig(), rules["precision"]
     if rules["precision.name"] != "fp8":
-        for name in ("wgrad", "power_of_two_scales", "bf16_first_layers", "bf16_last_layers"):
+        for name in ("wgrad", "power_of_two_scales", "keep_transposed_codes", "bf16_first_layers", "bf16_last_layers"):
             usual = getattr(default, name)
             if getattr(given, name) != usual:
                 shown = str(usual).lower() if isinstance(usual, bool) else usual

@@ -41,14 +41,20 @@ def dequantize(x: Codes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightCodes:
-    """Matrices in fp8 by blocks of 128x128: codes [e, out, in] for the forward product, the same codes transposed
-    [e, in, out] for the input gradient, and both their scales [e, ceil(out/128), ceil(in/128)] and transposed.
+    """Matrices in fp8 by blocks of 128x128: codes [e, out, in] for the forward product, and their scales
+    [e, ceil(out/128), ceil(in/128)]. kept: the same codes transposed, for the input gradient; None: made at each use.
     """
 
     codes: Tensor
     scale: Tensor
-    transposed: Tensor
-    transposed_scale: Tensor
+    kept: Tensor | None
+
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """Codes [e, in, out] and scales [e, ceil(in/128), ceil(out/128)]."""
+        codes = self.kept
+        if codes is None:
+            codes = self.codes.view(torch.uint8).transpose(1, 2).contiguous().view(self.codes.dtype)
+        return codes, self.scale.transpose(1, 2).contiguous()
 
 
 class Fp8:
@@ -61,10 +67,13 @@ class Fp8:
     wgrad: fp8 | bf16, the format of the operands of weight gradients. power_of_two: of scales; others are finer, but
     then changing the tiles of a cached input from rows to columns rounds once more. keep: False makes codes at every
     use, where nobody says when weights move (FSDP2 gathers them into the same tensors, and torch sees no change).
+    keep_transposed: False makes transposed codes at every input gradient: half the bytes of codes, the same bits.
     """
 
-    def __init__(self, wgrad: str = "fp8", power_of_two: bool = True, keep: bool = True) -> None:
-        self.wgrad, self.power_of_two, self.keep = wgrad, power_of_two, keep
+    def __init__(
+        self, wgrad: str = "fp8", power_of_two: bool = True, keep: bool = True, keep_transposed: bool = True
+    ) -> None:
+        self.wgrad, self.power_of_two, self.keep, self.keep_transposed = wgrad, power_of_two, keep, keep_transposed
         self._kept: dict[int, tuple[ref[Tensor], int, WeightCodes]] = {}
 
     def weight(self, weight: Tensor) -> WeightCodes:
@@ -75,7 +84,7 @@ class Fp8:
         with torch.no_grad():
             stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
             codes, transposed, scale = quantize_blocks(stacked, FORWARD_AMAX, self.power_of_two)
-            made = WeightCodes(codes, scale, transposed, scale.transpose(1, 2).contiguous())
+            made = WeightCodes(codes, scale, transposed if self.keep_transposed else None)
         if self.keep and weight.is_leaf:
             self._kept[id(weight)] = (ref(weight), weight._version, made)
         return made
@@ -92,7 +101,7 @@ class Fp8Rows(Fp8):
     """
 
     def __init__(self, fp8: Fp8, weight: Tensor, rows: slice) -> None:
-        super().__init__(fp8.wgrad, fp8.power_of_two, keep=False)
+        super().__init__(fp8.wgrad, fp8.power_of_two, keep=False, keep_transposed=fp8.keep_transposed)
         if rows.start % BLOCK or rows.stop % BLOCK:
             raise ValueError(f"rows {rows.start} to {rows.stop} do not lie between borders of blocks of {BLOCK}")
         self._whole, self._weight, self._rows = fp8, weight, rows
@@ -103,12 +112,13 @@ class Fp8Rows(Fp8):
         return WeightCodes(
             whole.codes[:, self._rows],
             whole.scale[:, blocks],
-            whole.transposed[:, :, self._rows].contiguous(),
-            whole.transposed_scale[:, :, blocks].contiguous(),
+            None if whole.kept is None else whole.kept[:, :, self._rows].contiguous(),
         )
 
     def __deepcopy__(self, _memo: Any) -> Fp8:
-        return Fp8(self.wgrad, self.power_of_two, self.keep)  # a copied module has weights of its own
+        return Fp8(
+            self.wgrad, self.power_of_two, self.keep, self.keep_transposed
+        )  # a copied module has weights of its own
 
 
 def use_fp8(module: nn.Module, fp8: Fp8 | None) -> None:

@@ -49,7 +49,7 @@ def _input_gradient(
     d_out: Codes, weight: WeightCodes, counts: Counts, dtype: torch.dtype, queue: WgradQueue | None
 ) -> Tensor:
     return moe_kernels.grouped_gemm_fp8(
-        d_out.codes, d_out.scale, weight.transposed, weight.transposed_scale, counts, None, dtype, **launch(queue)
+        d_out.codes, d_out.scale, *weight.transposed(), counts, None, dtype, **launch(queue)
     )
 
 

@@ -151,7 +151,7 @@ _READ = {
 
 
 def weight_codes(sizes: Sizes, moe: bool) -> float:
-    """Bytes of the codes of a block's weights, both ways round."""
+    """Bytes of the codes of a block's weights, with those that are transposed."""
     model, layout = sizes.model, sizes.strategy.layout
     matrices = [(matrix.inputs, matrix.outputs, 1.0 / layout.tp) for matrix in model.attention()]
     if moe:
@@ -159,8 +159,9 @@ def weight_codes(sizes: Sizes, moe: bool) -> float:
         matrices += [(matrix.inputs, matrix.outputs, local) for matrix in model.mlp(model.expert_hidden)]
     hidden = model.shared_hidden if moe else model.dense_hidden
     matrices += [(matrix.inputs, matrix.outputs, 1.0 / layout.tp) for matrix in model.mlp(hidden) if hidden]
+    copies = sizes.strategy.precision.code_copies
     return sum(
-        2 * number * (inputs * outputs + 4 * math.ceil(inputs / TILE) * math.ceil(outputs / TILE))
+        copies * number * (inputs * outputs + 4 * math.ceil(inputs / TILE) * math.ceil(outputs / TILE))
         for inputs, outputs, number in matrices
     )
 
@@ -230,7 +231,8 @@ def _over_ranks(sizes: Sizes, alone: list[Kept]) -> list[Kept]:
         if sizes.fp8:
             found.append(Kept("latents", tokens * model.kv_lora_rank * number, ("norm",)))
     if strategy.exchange == "ulysses":
-        if sizes.fp8:  # the projection of what came back
+        if sizes.fp8:  # the projection keeps what came back as codes
+            dropped.add("attention out")
             found.append(Kept("attention out codes", sizes.read(tokens, model.num_heads * model.v_head_dim)))
         dropped.add("q")
         found.append(Kept("q", tokens * model.num_heads * model.qk_head_dim * number, stays=True))
@@ -243,7 +245,7 @@ def _over_ranks(sizes: Sizes, alone: list[Kept]) -> list[Kept]:
                 Kept("v", vectors * model.v_head_dim, stays=True),
             ]
     for tensor in alone:
-        if tensor.name in ("attention out", "log-sum-exp"):
+        if tensor.name in ("attention out", "log-sum-exp") and tensor.name not in dropped:
             found.append(Kept(tensor.name, tensor.bytes, stays=True))
         elif tensor.name not in dropped:
             found.append(tensor)

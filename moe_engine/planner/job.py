@@ -42,6 +42,7 @@ def cut_of(config: Config) -> Cut:
         precision=Precision(
             compute="fp8" if precision.name == "fp8" else "bf16",
             codes=precision.name == "fp8",
+            code_copies=1 + precision.keep_transposed_codes,
             parameter=_BYTES[precision.compute],
             gradient=_BYTES[precision.gradient],
             master=master,

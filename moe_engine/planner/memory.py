@@ -279,7 +279,7 @@ def _weight_codes(cut: Cut, pp: int, keeping: str, load: float) -> float:
         return 0.0
     sizes = engine_kept.Sizes(cut.model, cut.strategy, load)
     parts = [part for part in cut.rank_parts(pp) if part.partition(".")[0] in ("layers", "mtp")]
-    joins = sum(4 * cut.model.dim**2 for part in parts if part.startswith("mtp"))
+    joins = sum(2 * cut.strategy.precision.code_copies * cut.model.dim**2 for part in parts if part.startswith("mtp"))
     return joins + sum(engine_kept.weight_codes(sizes, cut.is_moe(part)) for part in parts)
 
 

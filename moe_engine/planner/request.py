@@ -129,6 +129,7 @@ def precision_of(precision: PrecisionConfig, plan: PlanSection) -> Precision:
         moments=plan.moment_bytes,
         fp8_activations=plan.fp8_activations,
         codes=precision.name == "fp8",
+        code_copies=1 + precision.keep_transposed_codes,
     )
 
 

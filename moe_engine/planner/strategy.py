@@ -31,7 +31,7 @@ TILE = 128  # numbers of one scale in fp8
 class Precision:
     """Bytes of each kind of number. compute: `bf16`, `fp8` or `fp4`, the format of matrix products (what is kept for
     them is then one byte wide too, where `fp8_activations`). codes: as this engine computes in fp8, with all that it
-    keeps for that.
+    keeps for that; code_copies: 2 where codes of weights are kept transposed too.
     """
 
     compute: str = "bf16"
@@ -41,6 +41,7 @@ class Precision:
     moments: float = 8  # both together
     fp8_activations: bool = False
     codes: bool = False
+    code_copies: int = 2
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,19 @@ def test_a_batch_of_67_million_tokens_trains_the_same_weights() -> None:
         assert torch.equal(mine.states["master"], its.states["master"]), mine.name
 
 
+def test_transposed_codes_that_are_not_kept_change_no_bit() -> None:
+    config = config_of(CASE)
+    config.precision.keep_transposed_codes = False
+    plain, leaner = trainer_of(), Trainer(config, 0, torch.device("cpu"))
+    batches = rank_batches(plain, CASE, 0)
+    for trainer in (plain, leaner):
+        trainer.accumulate(batches)
+    for one, other in zip(
+        plain.optimizer.named_gradient_shards(), leaner.optimizer.named_gradient_shards(), strict=True
+    ):
+        assert torch.equal(one.gradient, other.gradient), one.name
+
+
 def test_saved_and_loaded_parameters_have_the_same_codes(tmp_path: Any) -> None:
     trainer = trainer_of()
     trainer.step(rank_batches(trainer, CASE, 0))

@@ -107,6 +107,14 @@ def test_an_input_that_is_held_anyway_is_kept_alone_with_the_same_bits(power_of_
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("shape", [(136, 72), (2, 200, 264)])
+def test_transposed_codes_made_at_each_use_are_those_that_are_kept(shape: tuple[int, ...]) -> None:
+    weight = randn(*shape)
+    one, other = Fp8().weight(weight), Fp8(keep_transposed=False).weight(weight)
+    assert one.kept is not None and other.kept is None
+    assert_same_bits(one.transposed(), other.transposed())
+
+
 def experts_and_rows(biases: bool = False) -> tuple[Experts, Rows]:
     """Four experts, the second without rows, for received rows of which each has up to two."""
     experts = Experts(range(4), 136, 72, BF16, biases=biases)

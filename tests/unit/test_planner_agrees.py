@@ -37,6 +37,8 @@ MORE = [
     (f"{MINI} parallel.pp=1 precision=fp32", 0, 1.0),
     (f"{MINI} pipeline=dualpipe parallel.pp=2 precision=fp8 model.q_lora_rank=64 recompute=selective", 0, 1.0),
     (f"{MINI} pipeline=zb_h1 parallel.pp=2 precision=fp8", 4, 1.0),
+    (f"{MINI} pipeline=zb_h1 parallel.pp=2 precision=fp8 precision.keep_transposed_codes=false", 4, 1.0),
+    (f"{SHARED} parallel.cp=2 cp.exchange=ulysses precision=fp8", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 precision=fp8 recompute=full moe.wire=fp8", 0, 1.0),
     (f"{MINI} pipeline=1f1b parallel.pp=2 moe.wire=fp8", 0, 1.0),
