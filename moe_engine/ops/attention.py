@@ -63,7 +63,7 @@ def attention_forward(
             _softmax(run, q_[..., d], scale * LOG2E, visible.each_sees_itself)
             logs = run.sums.log2().add_(run.top).mul_(LN2).squeeze(3)
             cut(lse_to, 0, run.queries).copy_(logs.transpose(0, 1))
-            run.block.div_(run.sums.clamp_(min=1))  # as they are where any key is seen: a score less itself gave 1
+            run.block.div_(run.sums.clamp_(min=torch.finfo(lse.dtype).tiny))  # about 1 or more where any key is seen
             cut(to, 0, run.queries).copy_(run.block.transpose(0, 1))
 
     for_pieces(attend, q, k, visible)
@@ -134,25 +134,30 @@ def _softmax(run: _ForwardRun, column: Tensor, scale: float, own: bool) -> None:
 
     column [heads, queries, H/G]: the last number of queries, less which scores arrive. scale: of powers of 2.
     """
-    if own:
-        run.sums.zero_()
-        for step in run.steps:
-            step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
-            if step.edge is not None:
-                step.edge[0].add_(step.edge[1])
-            step.sums.add_(step.scores.exp2_().sum(dim=2, keepdim=True))
-            step.block.baddbmm_(step.scores, step.v, beta=0 if step.first else 1)
-        if run.sums.max().item() < LIMIT:  # false for NaN
-            run.top.mul_(scale)
-            return
+    if not own:
+        _online(run, column, scale)
+        return
+    run.sums.zero_()
+    for step in run.steps:
+        _scores(step, scale)
+        step.sums.add_(step.scores.exp2_().sum(dim=2, keepdim=True))
+        step.block.baddbmm_(step.scores, step.v, beta=0 if step.first else 1)
+    run.top.mul_(scale)
+    if not run.sums.max().item() < LIMIT:  # or NaN
+        results = run.block, run.sums, run.top
+        right, found = run.sums < LIMIT, [x.clone() for x in results]
+        _online(run, column, scale)
+        for x, before in zip(results, found, strict=True):  # a query's bits do not depend on others that went wrong
+            x.copy_(torch.where(right, before, x))
+
+
+def _online(run: _ForwardRun, column: Tensor, scale: float) -> None:
     least = torch.finfo(run.top.dtype).min  # -inf - -inf is NaN
     run.sums.zero_()
     run.top.fill_(least)
     column.zero_()
     for step in run.steps:
-        step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
-        if step.edge is not None:
-            step.edge[0].add_(step.edge[1])
+        _scores(step, scale)
         top = step.scores.amax(dim=2, keepdim=True).clamp_(min=least)
         torch.maximum(top, step.top, out=top)
         if not step.first:
@@ -162,6 +167,12 @@ def _softmax(run: _ForwardRun, column: Tensor, scale: float, own: bool) -> None:
         step.top.copy_(top)
         step.sums.add_(step.scores.sub_(top).exp2_().sum(dim=2, keepdim=True))
         step.block.baddbmm_(step.scores, step.v, beta=0 if step.first else 1)
+
+
+def _scores(step: _ForwardStep, scale: float) -> None:
+    step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
+    if step.edge is not None:
+        step.edge[0].add_(step.edge[1])
 
 
 def attention_backward(

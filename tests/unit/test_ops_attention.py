@@ -200,6 +200,21 @@ def test_a_row_has_the_same_bits_alone_and_among_others(S: int, dtype: torch.dty
             assert torch.equal(part, all_rows[start:stop])
 
 
+@pytest.mark.parametrize("wild", [1e3, math.inf])
+def test_queries_beside_one_that_overflows_keep_their_bits(wild: float) -> None:
+    q, k, v, d_out = inputs(1, 4, 2, LONG, 8, 8, torch.float32)
+    visible, place, head = whole_rows(LONG), KEY_TILE + 5, 1
+    results = []
+    for factor in (1.0, wild):
+        q[0, place, head] = factor * k[0, 3, 0].abs()  # not its own key, where it is wild
+        out, lse = attention_forward(q, k, v, visible, 0.3)
+        results.append([out, lse, attention_backward(d_out, q, k, v, out, lse, visible, 0.3)[0]])
+    others = torch.ones(1, LONG, 4, dtype=torch.bool)
+    others[0, place, head] = False
+    for calm, beside in zip(*results, strict=True):
+        assert torch.equal(calm[others], beside[others]) and not torch.equal(calm[~others], beside[~others])
+
+
 def test_sixteen_bit_tensors_are_rounded_once() -> None:
     q, k, v, d_out = inputs(2, 4, 4, 100, 32, 16, torch.bfloat16)
     visible = whole_rows(100)
