@@ -167,11 +167,15 @@ def unpermute(rows: Tensor, places: Tensor) -> Tensor:
 
     rows [N, D]; places [R, k] int64, -1 for none -> [R, D], summed in fp32 and rounded once to rows' dtype.
     """
-    if places.shape[1] == 1 and _all_present(places):
+    all_present = (places >= 0).all(dim=0).tolist()
+    if all_present == [True]:
         return rows.index_select(0, places[:, 0])
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=_wide(rows.dtype), device=rows.device)
-    for column in places.unbind(1):
-        if _all_present(column):
+    if all(all_present):
+        _add_rows(total, rows, places)
+        return total.to(rows.dtype)
+    for present_everywhere, column in zip(all_present, places.unbind(1), strict=True):
+        if present_everywhere:
             total += rows.index_select(0, column)
         else:
             present = (column >= 0).nonzero()[:, 0]
@@ -179,8 +183,14 @@ def unpermute(rows: Tensor, places: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-def _all_present(places: Tensor) -> bool:
-    return bool((places >= 0).all())
+def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
+    """Add the rows at each column of `places`, block by block, so that a block's sums stay in cache."""
+    columns = places.T.contiguous()
+    taken = rows.new_empty(block_rows(total, 2 * BLOCK_ELEMENTS), rows.shape[1])
+    for block in row_blocks(total, 2 * BLOCK_ELEMENTS):
+        sums = total[block]
+        for column in columns:
+            sums += torch.index_select(rows, 0, column[block], out=taken[: len(sums)])
 
 
 def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
