@@ -8,6 +8,7 @@ the formula in fp64 before anything is timed; then the candidates take turns, a 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.bench import machine, record
+from moe_engine.bench import compare, machine, record
 from moe_engine.bench.ranks import run_ranks
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
@@ -42,8 +43,8 @@ class AttentionBenchConfig:
     heads: list[str] = field(default_factory=lambda: ["16x16x192x128", "16x4x128x128"])
     dtypes: list[str] = field(default_factory=lambda: ["fp32", "bf16"])
     tokens: int = 1024
-    threads: int = 1
-    rounds: int = 5
+    threads: list[int] = field(default_factory=lambda: [1, 2])
+    rounds: int = 6
     warmup: int = 1
     out: str = "bench/attention"
 
@@ -55,38 +56,40 @@ def help_text() -> str:
     return """usage: moe-engine bench attention [option=value …]
 
 Time the blocked attention that a CPU uses, forward and backward, beside torch's scaled dot product attention with
-values padded so that its flash path runs. Causal. Each candidate's result is checked before it is timed.
+values padded so that its flash path runs. Causal. Each candidate's result is checked before it is timed. Ends with a
+line for each case: how many times as fast as torch, forward and backward together, with an interval, and what it shows.
 
 options:
   lengths=[256,512,1024,2048,4096,8192]
   heads=[16x16x192x128,16x4x128x128]   query heads x key heads x size of queries and keys x size of values
   dtypes=[fp32,bf16]
   tokens=1024               rows are as many as make up this number, at least one
-  threads=1                 threads of the one process
-  rounds=5 warmup=1         timed calls of each candidate, in turns; calls before that
+  threads=[1,2]             threads of the one process
+  rounds=6 warmup=1         timed calls of each candidate, in turns; calls before that. Six give an interval
   out=bench/attention       the folder of results; out= writes none
 
 examples:
   moe-engine bench attention
-  moe-engine bench attention lengths=[256] dtypes=[bf16] threads=2 rounds=20 out="""
+  moe-engine bench attention lengths=[256] dtypes=[bf16] threads=[2] rounds=20 out="""
 
 
 def run(config: AttentionBenchConfig) -> int:
     """Returns 0, or 1 when a candidate's results are wrong."""
     _check(config)
-    described = machine.describe([config.threads])
+    described = machine.describe(config.threads)
     print(machine.text(described), flush=True)
     results: list[record.Result] = []
-    for heads in config.heads:
-        for dtype in config.dtypes:
-            for length in config.lengths:
-                found = _run_case(config, heads, dtype, length)
-                results += found
-                print(record.table(found, FIGURES), *(r.verdict.text for r in found[:2]), sep="\n", flush=True)
-    ratios = "\n".join(_ratios(results))
-    print(f"\n{ratios}")
+    ratios = []
+    cases = itertools.product(config.threads, config.heads, config.dtypes, config.lengths)
+    for threads, heads, dtype, length in cases:
+        found = _run_case(config, threads, heads, dtype, length)
+        shown = _shown(found)
+        print(record.table(found, FIGURES), *(r.verdict.text for r in found[:2]), *shown, sep="\n", flush=True)
+        results, ratios = results + found, ratios + shown
+    lines = "\n".join(f"* {line}" for line in ratios)
+    print(f"\n{lines}")
     if config.out:
-        report = f"# Attention\n\n{machine.text(described)}\n\n{record.table(results, FIGURES)}\n\n{ratios}\n"
+        report = f"# Attention\n\n{machine.text(described)}\n\n{record.table(results, FIGURES)}\n\n{lines}\n"
         record.write(Path(config.out), results, described, to_yaml(config), report)
         print(f"results in {config.out}")
     return 0 if all(result.verdict.passed for result in results) else 1
@@ -106,15 +109,14 @@ def _check(config: AttentionBenchConfig) -> None:
     for name in config.dtypes:
         if name not in DTYPES:
             problems.append(f"dtypes=[{name}]: there are {', '.join(DTYPES)}")
-    for length in config.lengths:
-        if length < 1:
-            problems.append(f"lengths=[{length}]: must be 1 or more, for example lengths=[256]")
-    for name, smallest in (("tokens", 1), ("threads", 1), ("rounds", 1), ("warmup", 0)):
+    for name, numbers, works in (("lengths", config.lengths, 256), ("threads", config.threads, 1)):
+        problems += [f"{name}=[{n}]: must be 1 or more, for example {name}=[{works}]" for n in numbers if n < 1]
+    for name, smallest in (("tokens", 1), ("rounds", 1), ("warmup", 0)):
         if getattr(config, name) < smallest:
             problems.append(
                 f"{name}={getattr(config, name)}: must be {smallest} or more, for example {name}={smallest}"
             )
-    for name in ("lengths", "heads", "dtypes"):
+    for name in ("lengths", "threads", "heads", "dtypes"):
         if not getattr(config, name):
             problems.append(f"{name}=[]: nothing to measure; use {name}={getattr(AttentionBenchConfig(), name)[:1]}")
     if config.out and Path(config.out).is_file():
@@ -123,22 +125,23 @@ def _check(config: AttentionBenchConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _run_case(config: AttentionBenchConfig, heads: str, dtype: str, length: int) -> list[record.Result]:
+def _run_case(config: AttentionBenchConfig, threads: int, heads: str, dtype: str, length: int) -> list[record.Result]:
+    """Forward of each candidate, then backward of each."""
     H, G, d, e = map(int, heads.split("x"))
     rows = max(1, config.tokens // length)
     (measured,) = run_ranks(
-        1, config.threads, measure, [rows, length, H, G, d, e], dtype, config.warmup, config.rounds
+        1, threads, measure, [rows, length, H, G, d, e], dtype, config.warmup, config.rounds
     )  # fmt: skip
     # Of the pairs that are seen: 2 products of forward; 4 of backward, as many as cannot be done without.
     pairs = rows * H * length * (length + 1) / 2
     flops = {"forward": 2 * pairs * (d + e), "backward": 4 * pairs * (d + e)}
     results = []
     for phase, of_phase in flops.items():
-        case = f"{phase} {dtype} {heads} {rows}x{length}"
+        case = f"{phase} {dtype} {heads} {rows}x{length} threads={threads}"
         for name, verdict in measured["verdicts"].items():
             samples = [sample[phase] for sample in measured["samples"][name]]
             figures = {"gflops": of_phase / record.summarize(samples).median / 1e9} if samples else {}
-            settings = {"heads": heads, "dtype": dtype, "length": length, "rows": rows, "threads": config.threads}
+            settings = {"heads": heads, "dtype": dtype, "length": length, "rows": rows, "threads": threads}
             results.append(
                 record.Result("attention", case, name, case, samples, record.Verdict(**verdict), figures, settings)
             )
@@ -210,11 +213,24 @@ def _calc_diff(a: Tensor, b: Tensor) -> float:
     return 1 - 2 * (a * b).sum().item() / (a.square().sum() + b.square().sum()).item()
 
 
-def _ratios(results: list[record.Result]) -> list[str]:
-    """How many times as fast as torch, by medians and by bests."""
-    lines = []
-    for ours, theirs in zip(results[::2], results[1::2], strict=True):
-        if ours.samples and theirs.samples:
-            a, b = record.summarize(ours.samples), record.summarize(theirs.samples)
-            lines.append(f"* {ours.case}: {b.median / a.median:.2f}x as fast as torch (best {b.best / a.best:.2f}x)")
-    return lines
+def _shown(results: list[record.Result]) -> list[str]:
+    """How many times as fast as torch a case of `_run_case` is: by phases, and by a call of each, with an interval."""
+    if not all(result.samples for result in results):
+        return []
+    forward, torch_forward, backward, torch_backward = (result.samples for result in results)
+    ours = [a + b for a, b in zip(forward, backward, strict=True)]
+    theirs = [a + b for a, b in zip(torch_forward, torch_backward, strict=True)]
+    phases = [compare.ratio_of(forward, torch_forward, True), compare.ratio_of(backward, torch_backward, True)]
+    both, best = compare.ratio_of(ours, theirs, paired=True), min(theirs) / min(ours)
+    enough = len(ours) >= compare.MIN_SAMPLES
+    verdict = "not shown"
+    if enough and both.low > 1:
+        verdict = "faster"
+    elif enough and both.high < 1:
+        verdict = "slower"
+    interval = f"95%: {both.low:.2f} … {both.high:.2f}" if enough else f"rounds={compare.MIN_SAMPLES} give an interval"
+    case = results[0].case.removeprefix("forward ")
+    return [
+        f"{case}: {verdict}, {both.ratio:.2f}x as fast as torch ({interval}; best {best:.2f}x; "
+        f"forward {phases[0].ratio:.2f}x, backward {phases[1].ratio:.2f}x)"
+    ]

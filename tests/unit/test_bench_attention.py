@@ -14,11 +14,26 @@ from moe_engine.model.core_attention import fused_attention
 
 def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    words = ["heads=[4x3x8x8,4x4x8x16,4x4]", "dtypes=[fp16]", "lengths=[0]", "rounds=0", f"out={tmp_path}/file"]
+    words = [
+        "heads=[4x3x8x8,4x4x8x16,4x4]",
+        "dtypes=[fp16]",
+        "lengths=[0]",
+        "threads=[0]",
+        "rounds=0",
+        f"out={tmp_path}/file",
+    ]
     assert main(["bench", "attention", *words]) == 2
     output = capsys.readouterr()
     assert output.out == "" and "Traceback" not in output.err
-    for part in ("heads=[4x3x8x8]", "heads=[4x4x8x16]", "heads=[4x4]", "dtypes=[fp16]", "lengths=[0]", "rounds=0"):
+    for part in (
+        "heads=[4x3x8x8]",
+        "heads=[4x4x8x16]",
+        "heads=[4x4]",
+        "dtypes=[fp16]",
+        "lengths=[0]",
+        "threads=[0]",
+        "rounds=0",
+    ):
         assert part in output.err
     assert "is a file" in output.err
     assert main(["bench", "attention", "heads=[]"]) == 2
@@ -30,13 +45,31 @@ def test_every_case_is_checked_timed_and_recorded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine, "describe", lambda threads: known | {"ceilings": rates})
     device = torch.device("cpu")
     monkeypatch.setattr(attention, "run_ranks", lambda world, threads, function, *args: [function(0, device, *args)])
-    words = ["heads=[4x2x12x8]", "lengths=[5,600]", "tokens=20", "rounds=2", f"out={tmp_path}/b"]
+    words = ["heads=[4x2x12x8]", "lengths=[5,600]", "threads=[1]", "tokens=20", "rounds=2", f"out={tmp_path}/b"]
     assert main(["bench", "attention", *words]) == 0
     results = record.read(tmp_path / "b")
     assert len(results) == 2 * 2 * 2 * 2  # dtypes, lengths, phases, candidates
     for result in results:
         assert result.verdict.passed and len(result.samples) == 2 and result.figures["gflops"] > 0
     assert {result.config["rows"] for result in results} == {4, 1}
+
+
+def test_what_a_case_shows() -> None:
+    def case(ours: float, torchs: float, rounds: int) -> str:
+        times = {"ours": ours, "torch": torchs}
+        results = [
+            record.Result("attention", f"{phase} fp32", name, "", [times[name]] * rounds, record.Verdict(True, ""))
+            for phase in ("forward", "backward")
+            for name in times
+        ]
+        (line,) = attention._shown(results)
+        return line
+
+    assert case(1.0, 2.0, 6).startswith("fp32: faster, 2.00x as fast as torch (95%: 2.00 … 2.00; best 2.00x;")
+    assert case(2.0, 1.0, 6).startswith("fp32: slower, 0.50x") and case(1.0, 1.0, 6).startswith(
+        "fp32: not shown, 1.00x"
+    )
+    assert case(1.0, 2.0, 5).startswith("fp32: not shown, 2.00x as fast as torch (rounds=6 give an interval;")
 
 
 def test_the_truth_is_that_of_autograd() -> None:
