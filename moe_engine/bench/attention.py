@@ -79,7 +79,7 @@ def run(config: AttentionBenchConfig) -> int:
     described = machine.describe(config.threads)
     print(machine.text(described), flush=True)
     results: list[record.Result] = []
-    ratios = []
+    ratios: list[str] = []
     cases = itertools.product(config.threads, config.heads, config.dtypes, config.lengths)
     for threads, heads, dtype, length in cases:
         found = _run_case(config, threads, heads, dtype, length)
