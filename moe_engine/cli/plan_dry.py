@@ -69,24 +69,6 @@ def _unread(plan: PlanSection) -> list[str]:
     ]
 
 
-def _uncounted(config: PlanConfig) -> list[str]:
-    """Notes on what the dry run does and the arithmetic beside it does not count."""
-    usual = Config()
-    if config.moe.dispatch == "nvshmem":
-        usual.moe.dispatch = "nvshmem"  # is counted
-    options = {
-        "moe": ("dispatch", "max_recv_rows", "capacity_factor"),
-        "precision": ("wgrad", "bf16_first_layers", "bf16_last_layers"),
-    }
-    given = [
-        shown(f"{section}.{name}", getattr(getattr(config, section), name))
-        for section, names in options.items()
-        for name in names
-        if getattr(getattr(config, section), name) != getattr(getattr(usual, section), name)
-    ]
-    return [f"{option} is in the dry run, and not in the arithmetic" for option in given]
-
-
 def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:
     """The tables, the same as data, and notes."""
     asked = job(config)
@@ -121,7 +103,6 @@ def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], di
         "routing: " + ("balanced" if load == 1 else f"max_load={load:g}, this rank's experts are the busiest"),
         f"ran in {seconds:.1f} s",
         *_unread(config.plan),
-        *_uncounted(config),
     ]
     if config.plan.compute not in ("", "bf16"):
         notes.append(

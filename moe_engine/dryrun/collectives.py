@@ -70,4 +70,6 @@ def _what(record: CollectiveRecord) -> str:
     words = record.label.split()
     if "micro_batch" in words:
         words = words[words.index("micro_batch") + 2 :]
+    if words[:1] == ["round"]:  # of bounded rows
+        words = words[2:]
     return " ".join(words)

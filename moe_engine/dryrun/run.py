@@ -17,13 +17,15 @@ from moe_engine.distributed.collectives import CollectiveLog, CollectiveRecord, 
 from moe_engine.distributed.groups import Groups
 from moe_engine.distributed.silent import silent_groups
 from moe_engine.dryrun.collectives import kind
-from moe_engine.dryrun.routing import AssumedChoices, expert_choice
+from moe_engine.dryrun.routing import AssumedChoices
 from moe_engine.dryrun.tensors import META, TensorsWithoutData
 from moe_engine.dryrun.windows import SilentWindow
 from moe_engine.layout import Layout, Placement, StageSpec
 from moe_engine.model.batch import Batch, Shard
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import Stage
+from moe_engine.planner.architecture import architecture
+from moe_engine.planner.choices import expert_choice
 from moe_engine.planner.job import placement_of
 from moe_engine.trainer import Connect, Trainer, with_windows
 
@@ -140,7 +142,7 @@ def _whole_stage(config: Config, spec: StageSpec) -> list[NamedParameter]:
 
 def set_routing(trainer: Trainer, load: float) -> None:
     """Experts are chosen by the assumption; a choice depends on the number of tokens alone."""
-    model, ep = trainer.config.model, trainer.groups.ep
+    model, ep = architecture(trainer.config.model), trainer.groups.ep
     exact = trainer.config.moe.combine == "exact"
     for layer in trainer.moe_layers().values():
         layer.choices = AssumedChoices(lambda tokens: expert_choice(model, tokens, ep.size, ep.rank, load, exact))

@@ -85,6 +85,8 @@ class TensorsWithoutData(TorchDispatchMode):
             if some_real:
                 args = _each(args, lambda x: x if x.is_meta else _like(x))
             result = self._forms.run(func, args, kwargs)
+        if func.overloadpacket in _SORTING:
+            return _each(result, lambda x: x if _is_data(x) else _order(x, args, kwargs))
         return _each(result, lambda x: x if _is_data(x) or _in(x, tensors) else _zeros(x))
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -144,6 +146,7 @@ def _form(value: Any) -> Any:
 
 
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+_SORTING = (torch.ops.aten.sort, torch.ops.aten.argsort)  # of numbers without values, all alike: as they are
 REAL = 1 << 14  # elements up to which zeros made by floating-point numbers are memory of their own
 
 
@@ -176,6 +179,14 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _like(x: Tensor) -> Tensor:
     """Without data, laid out as `x`."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+
+
+def _order(x: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The places of numbers that are all alike, sorted along the last dimension or that of the arguments."""
+    dims = [each for each in (*args[1:], kwargs.get("dim")) if type(each) is int]
+    shape = [1] * x.dim()
+    shape[dims[0] if dims else -1] = -1
+    return torch.arange(x.shape[dims[0] if dims else -1]).view(shape).expand(x.shape).contiguous()
 
 
 def _zeros(x: Tensor) -> Tensor:

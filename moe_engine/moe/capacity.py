@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,9 @@ def limit_load(
     T, K = expert_ids.shape
     valid = torch.ones_like(expert_ids, dtype=torch.bool) if token_mask is None else token_mask[:, None].expand(T, K)
     count = valid.sum()
-    capacity = torch.ceil(factor * count.double() / num_experts).long()
+    capacity: Tensor | int = math.ceil(factor * (T * K) / num_experts)
+    if token_mask is not None:  # known to the device alone
+        capacity = torch.ceil(factor * count.double() / num_experts).long()
     wanted = expert_ids.where(valid, num_experts).flatten()
     order = torch.arange(T * K, device=expert_ids.device)
     if by_score:

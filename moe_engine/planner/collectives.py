@@ -2,7 +2,7 @@
 bytes. The same as the engine's own log (`distributed.collectives.CollectiveLog`) says of a step, summed by purpose.
 
 Bytes are what the rank puts in (of a receive: what comes). Only ways of training that the engine has: ZeRO-1, no
-tensor parallelism, tokens once per rank (or, exact, once per expert) in one exchange, which nothing bounds.
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from moe_engine.planner.engine_kept import heads_over_ranks
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.stages import Cut
 from moe_engine.planner.strategy import TILE
+from moe_engine.planner.travel import Travel, travel, travels
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
 from moe_engine.schedule.check import Lists, rank_of_work
@@ -97,9 +98,13 @@ def step_bytes(cut: Cut, pp: int, load: float = 1.0) -> dict[str, int]:
     tokens = int(strategy.tokens)
     if strategy.layout.ep > 1:
         exact = strategy.dispatch == "expert"
-        rows = row_counts(cut.model, tokens, strategy.layout.ep, load, exact).in_windows(strategy.windows)
+        if travels(strategy):
+            exchanges = _travelling(cut, travel(cut.model, strategy, tokens, load))
+        else:
+            rows = row_counts(cut.model, tokens, strategy.layout.ep, load, exact).in_windows(strategy.windows)
+            exchanges = _exchanges(cut, rows, exact)
         blocks = sum(cut.blocks(cut.stages[stage]).count(True) for stage in _forwards(lists[pp]))
-        found |= {name: size * blocks for name, size in _exchanges(cut, rows, exact).items()}
+        found |= {name: size * blocks for name, size in exchanges.items()}
     if strategy.layout.cp > 1:
         stages = _forwards(lists[pp])
         found |= {
@@ -137,10 +142,7 @@ def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
     """Dispatch and combine of one MoE block and micro-batch, forward and backward."""
     model, strategy = cut.model, cut.strategy
     slots = 1 if exact else min(model.top_k, model.num_experts // rows.ep)
-    row, weight = model.dim * int(strategy.precision.parameter), max(4, int(strategy.precision.parameter))
-    to_experts = row  # and gradients of what came back; in fp8 codes, filled up to whole numbers of 4 bytes, and scales
-    if strategy.wire_fp8:
-        to_experts = 4 * math.ceil(model.dim / 4) + 4 * math.ceil(model.dim / TILE)
+    row, weight, to_experts = _row_bytes(cut)
     # Rows, and in how many rounds; kernels put those for all ranks, and choices, in words of 4 bytes, to each.
     counts = 2 * 8 * rows.ep if strategy.windows is None else 2 * 4 * rows.ep**2
     return {
@@ -150,6 +152,30 @@ def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
         "combine": rows.received * row,
         "combine backward": rows.sent * to_experts,
     }
+
+
+def _row_bytes(cut: Cut) -> tuple[int, int, int]:
+    """Bytes of a row, of a weight, and of a row to its experts (or the gradient of one that came back): in fp8 codes,
+    filled up to whole numbers of 4 bytes, and scales."""
+    dim, number = cut.model.dim, int(cut.strategy.precision.parameter)
+    codes = 4 * math.ceil(dim / 4) + 4 * math.ceil(dim / TILE)
+    return dim * number, max(4, number), codes if cut.strategy.wire_fp8 else dim * number
+
+
+def _travelling(cut: Cut, found: Travel) -> dict[str, int]:
+    """The same in two hops, in rounds, or limited: further rounds go again in backward, before their gradients."""
+    (row, weight, to_experts), ep = _row_bytes(cut), cut.strategy.layout.ep
+    slot, total = 4 + weight, dict.fromkeys(("dispatch", "dispatch backward", "combine", "combine backward"), 0)
+    for number, leg in enumerate(found.legs):
+        times, hops = 1 + (number > 0), found.nodes > 0
+        between = found.node_slots if hops else found.slots
+        there = leg.sent * (to_experts + between * slot) + leg.onward * (to_experts + found.slots * slot)
+        total["dispatch"] += times * there
+        total["combine"] += times * (leg.received + leg.passing) * row
+        total["dispatch backward"] += leg.received * (row + found.slots * weight)
+        total["dispatch backward"] += leg.passing * (row + found.node_slots * weight)
+        total["combine backward"] += (leg.sent + leg.onward) * to_experts
+    return {"dispatch counts": len(found.legs) * 8 * (3 if found.nodes else 2) * ep, **total}
 
 
 def _shared_sequences(cut: Cut) -> dict[str, int]:
@@ -183,6 +209,8 @@ def _figures(cut: Cut, pp: int) -> dict[str, int]:
     layers = {part: cut.placement.holders(part) for part in cut.rank_parts(pp) if _has_experts(cut, part)}
     summed = [part for part, holders in layers.items() if len(holders) * strategy.dense_replicas > 1]
     found["expert counts"] = 8 * len(summed) * model.num_experts
+    if strategy.capacity_factor:
+        found["dropped choices"] = 16
     if layout.world > 1:
         moe_layers = model.num_moe_layers + model.mtp_depth if model.num_experts else 0
         names = sum(

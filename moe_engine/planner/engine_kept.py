@@ -19,6 +19,7 @@ from moe_engine.planner.activations import Kept
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.strategy import TILE, Strategy
+from moe_engine.planner.travel import Travel, travel, travels
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,11 @@ class Sizes:
 
     def waiting(self, rows: float, width: float, groups: float = 1) -> float:
         """Bytes of a product's gradient that waits for the weight's; in fp8 codes with a scale for 128 rows, each of
-        the groups filled up to whole ones."""
+        the groups filled up to whole ones, or the numbers where the weight's product takes those."""
         if not self.fp8:
             return self.read(rows, width)
+        if self.strategy.precision.wgrad == "bf16":
+            return rows * width * self.number
         return width * (TILE + 4) * (math.ceil(rows / TILE) + groups)
 
     @property
@@ -72,8 +75,18 @@ class Sizes:
         return self.tokens * self.model.dim * self.number / self.along
 
     @cached_property
+    def travel(self) -> Travel | None:
+        """Where rows go in hops or rounds, or are limited."""
+        if self.strategy.layout.ep == 1 or not travels(self.strategy):
+            return None
+        return travel(self.model, self.strategy, round(self.tokens / self.along), self.load)
+
+    @cached_property
     def rows(self) -> RowCounts:
         tokens, exact = round(self.tokens / self.along), self.strategy.dispatch == "expert"
+        if self.travel is not None:
+            first = self.travel[0]
+            return RowCounts(self.strategy.layout.ep, first.sent, 0, first.received)
         return row_counts(self.model, tokens, self.strategy.layout.ep, self.load, exact).in_windows(
             self.strategy.windows
         )
@@ -83,6 +96,8 @@ class Sizes:
         """Rows that this rank's experts work on."""
         if self.strategy.windows is not None:
             return self.strategy.windows.most_choices
+        if self.travel is not None:
+            return self.travel[0].choices
         return self.tokens / self.along * self.model.top_k * (self.load if self.rows.ep > 1 else 1.0)
 
     @property
@@ -328,7 +343,9 @@ def _routing_tensors(sizes: Sizes) -> list[Kept]:
     choices = tokens * model.top_k
     times = 4 if model.sigmoid_scores else 1 if model.normalized_weights else 2
     places = 16 * choices  # chosen ids, as pairs (token, expert)
-    if rows.ep > 1:
+    if sizes.travel is not None:
+        places += 8 * _places_on_the_way(sizes.travel, choices, tokens, model.top_k, rows.ep, sizes.strategy.on_node)
+    elif rows.ep > 1:
         places += 8 * (3 * choices + tokens * min(model.top_k, rows.ep) + rows.sent * (sizes.slots + 1))
     arrived = rows.received if rows.ep > 1 else tokens
     places += 8 * (arrived * sizes.slots + sizes.expert_rows)
@@ -336,6 +353,19 @@ def _routing_tensors(sizes: Sizes) -> list[Kept]:
         Kept("router scores", times * tokens * model.num_experts * sizes.wide, stays=True),
         Kept("places of rows", places, stays=True),
     ]
+
+
+def _places_on_the_way(found: Travel, choices: float, tokens: float, top_k: int, ep: int, on_node: int) -> float:
+    """Numbers that say where rows go in all rounds, and with two hops where those that pass through go on."""
+    units, slots = (found.nodes, found.node_slots) if found.nodes else (ep, found.slots)
+    total = 0.0
+    for number, leg in enumerate(found.legs):
+        total += (3 if number == 0 else 2) * choices + tokens * min(top_k, units) + leg.sent * (slots + 1)
+        if found.nodes and number == 0:  # of further rounds it is found again in backward
+            total += leg.onward * (found.slots + 1) + leg.passing * (min(slots, on_node) + slots) + 2 * leg.received
+    if len(found.legs) > 1:  # the round of each choice, and the order of all rounds' rows
+        total += choices + tokens * min(top_k, units) + sum(leg.sent for leg in found.legs)
+    return total
 
 
 def _arrived(sizes: Sizes) -> list[Kept]:

@@ -37,12 +37,18 @@ def cut_of(config: Config) -> Cut:
         dispatch="expert" if config.moe.combine == "exact" else "rank",
         wire_fp8=config.moe.wire == "fp8",
         windows=windows_of(config),
+        on_node=_on_node(config),
+        max_recv_rows=config.moe.max_recv_rows,
+        capacity_factor=config.moe.capacity_factor,
         exchange=config.cp.exchange,
         payload=config.cp.payload,
         precision=Precision(
             compute="fp8" if precision.name == "fp8" else "bf16",
             codes=precision.name == "fp8",
             code_copies=1 + precision.keep_transposed_codes,
+            wgrad=precision.wgrad,
+            bf16_first=precision.bf16_first_layers,
+            bf16_last=precision.bf16_last_layers,
             parameter=_BYTES[precision.compute],
             gradient=_BYTES[precision.gradient],
             master=master,
@@ -50,3 +56,10 @@ def cut_of(config: Config) -> Cut:
         ),
     )
     return Cut(architecture(config.model), strategy, placement_of(config))
+
+
+def _on_node(config: Config) -> int:
+    """Ranks of an expert-parallel group on one node, where rows go in two hops."""
+    if config.moe.dispatch != "hierarchical" or config.parallel.ep == 1:
+        return 0
+    return min(config.parallel.ranks_per_node or config.parallel.ep, config.parallel.ep)

@@ -9,7 +9,7 @@ a forward adds what its stage keeps, the end of its backward takes it away.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from moe_engine.config.errors import ConfigError
@@ -244,23 +244,24 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[st
     """For each stage, what it keeps of one micro-batch in each of STATES, by tensor, and what one of its blocks needs
     while it computes."""
     model, strategy = cut.model, cut.strategy
-    kinds = (False, True)[: 1 + cut.has_experts]
+    kinds = sorted({kind for spec in cut.stages for kind in _kinds(cut, spec)})
+    sizes = engine_kept.Sizes(model, strategy, load)
+    wide = engine_kept.Sizes(model, replace(strategy, precision=replace(strategy.precision, codes=False)), load)
     if keeping == "engine":
-        sizes = engine_kept.Sizes(model, strategy, load)
         of_state = (engine_kept.block_tensors, engine_kept.queued_tensors)
-        states = [{moe: tensors(sizes, moe) for moe in kinds} for tensors in of_state]
+        states = [{kind: of(sizes if kind[1] else wide, kind[0]) for kind in kinds} for of in of_state]
     else:
-        states = [{moe: block_tensors(model, strategy, moe, load) for moe in kinds}] * len(STATES)
-    kept = [{moe: kept_bytes(found, strategy.recompute) for moe, found in state.items()} for state in states]
-    working = {moe: _working(found, kept[0][moe]) for moe, found in states[0].items()}
+        states = [{kind: block_tensors(model, strategy, kind[0], load) for kind in kinds}] * len(STATES)
+    kept = [{kind: kept_bytes(found, strategy.recompute) for kind, found in state.items()} for state in states]
+    working = {kind: _working(found, kept[0][kind]) for kind, found in states[0].items()}
     needs = []
     for spec in cut.stages:
-        blocks, found = cut.blocks(spec), []
+        blocks, found = _kinds(cut, spec), []
         for state, of_block in zip(STATES, kept, strict=True):
             total: dict[str, float] = {}
-            for moe in sorted(set(blocks)):
-                for name, size in of_block[moe].items():
-                    total[name] = total.get(name, 0.0) + size * blocks.count(moe)
+            for kind in sorted(set(blocks)):
+                for name, size in of_block[kind].items():
+                    total[name] = total.get(name, 0.0) + size * blocks.count(kind)
             if keeping != "engine":
                 total |= _of_megatron(cut, spec)
             else:
@@ -269,8 +270,24 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[st
                     of_stage = engine_kept.stage_queued(sizes, len(spec.mtp))
                 total |= kept_bytes(of_stage, strategy.recompute)
             found.append(total)
-        needs.append((found, max((working[moe] for moe in set(blocks)), default=0.0)))
+        needs.append((found, max((working[kind] for kind in set(blocks)), default=0.0)))
     return needs
+
+
+def _kinds(cut: Cut, spec: StageSpec) -> list[tuple[bool, bool]]:
+    """For each block of a stage, whether it has experts, and whether this engine computes it with codes."""
+    codes = [_in_codes(cut, f"layers.{index}") for index in spec.layers] + [cut.strategy.precision.codes] * len(
+        spec.mtp
+    )
+    return list(zip(cut.blocks(spec), codes, strict=True))
+
+
+def _in_codes(cut: Cut, part: str) -> bool:
+    """Whether this engine computes a block with codes: in fp8, all but the first and last layers that stay in bf16."""
+    precision, (kind, _, index) = cut.strategy.precision, part.partition(".")
+    if kind == "mtp" or not precision.codes:
+        return precision.codes
+    return precision.bf16_first <= int(index) < cut.model.num_layers - precision.bf16_last
 
 
 def _weight_codes(cut: Cut, pp: int, keeping: str, load: float) -> float:
@@ -278,7 +295,9 @@ def _weight_codes(cut: Cut, pp: int, keeping: str, load: float) -> float:
     if keeping != "engine" or not cut.strategy.precision.codes:
         return 0.0
     sizes = engine_kept.Sizes(cut.model, cut.strategy, load)
-    parts = [part for part in cut.rank_parts(pp) if part.partition(".")[0] in ("layers", "mtp")]
+    parts = [
+        part for part in cut.rank_parts(pp) if part.partition(".")[0] in ("layers", "mtp") and _in_codes(cut, part)
+    ]
     joins = sum(2 * cut.strategy.precision.code_copies * cut.model.dim**2 for part in parts if part.startswith("mtp"))
     return joins + sum(engine_kept.weight_codes(sizes, cut.is_moe(part)) for part in parts)
 

@@ -31,10 +31,14 @@ TILE = 128  # numbers of one scale in fp8
 class Precision:
     """Bytes of each kind of number. compute: `bf16`, `fp8` or `fp4`, the format of matrix products (what is kept for
     them is then one byte wide too, where `fp8_activations`). codes: as this engine computes in fp8, with all that it
-    keeps for that; code_copies: 2 where codes of weights are kept transposed too.
+    keeps for that; code_copies: 2 where codes of weights are kept transposed too; wgrad, bf16_first and bf16_last: as
+    in section `precision`.
     """
 
     compute: str = "bf16"
+    wgrad: str = "fp8"
+    bf16_first: int = 0
+    bf16_last: int = 0
     parameter: float = 2
     gradient: float = 4
     master: float = 4
@@ -67,9 +71,10 @@ class Strategy:
     that a sharded state is spread over at most, 0 for all. stage_layers: decoder layers of each stage, empty for as
     even as possible. sequence_parallel: what tensor parallelism does not cut is cut along the sequence.
     flash: attention keeps no matrix of scores. dispatch: how often a token crosses, once per `expert`, per `rank`, or
-    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. windows: where
-    kernels put rows, the room for them. exchange, payload: of context parallelism, as in section `cp`. frozen:
-    the weights are not trained (adapters are), so they have no gradients and no states.
+    per `node` (from where links spread it). wire_fp8: rows to the experts are codes. windows: where kernels put rows,
+    the room for them. on_node: ranks of a node within an expert-parallel group, where rows of this engine go in two
+    hops, else 0; max_recv_rows, capacity_factor: as in section `moe`. exchange, payload: of context parallelism, as in
+    section `cp`. frozen: the weights are not trained (adapters are), so they have no gradients and no states.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -90,6 +95,9 @@ class Strategy:
     dispatch: str = "rank"
     wire_fp8: bool = False
     windows: WindowSizes | None = None
+    on_node: int = 0
+    max_recv_rows: int = 0
+    capacity_factor: float = 0.0
     exchange: str = "ring"
     payload: str = "kv"
     frozen: bool = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_engine.__main__ import main
-from moe_engine.dryrun.routing import choice_over_ranks, even_choice
-from moe_engine.dryrun.tensors import TensorsWithoutData
+from moe_engine.dryrun.tensors import META, TensorsWithoutData
 from moe_engine.planner.architecture import Architecture
+from moe_engine.planner.choices import choice_over_ranks, even_choice
 from moe_engine.planner.routing import row_counts
 
 
@@ -37,7 +38,7 @@ def test_assumed_choices_send_the_stated_rows(
 ) -> None:
     rows = row_counts(model(experts, top_k, groups, top_groups), tokens, ep, load)
     for busiest in (0, ep - 1):
-        ids = choice_over_ranks(tokens, top_k, experts, rows, busiest)
+        ids = torch.from_numpy(choice_over_ranks(tokens, top_k, experts, rows, busiest))
         assert ids.shape == (tokens, top_k)
         assert bool((ids[:, 1:] > ids[:, :-1]).all())
         ranks = ids // (experts // ep)
@@ -50,7 +51,7 @@ def test_assumed_choices_send_the_stated_rows(
 
 
 def test_an_even_choice_gives_every_expert_as_many_tokens() -> None:
-    assert torch.bincount(even_choice(64, 3, 8).flatten()).tolist() == [24] * 8
+    assert np.bincount(even_choice(64, 3, 8).ravel()).tolist() == [24] * 8
 
 
 def test_numbers_have_no_data_and_integers_do() -> None:
@@ -118,3 +119,10 @@ def test_what_the_engine_cannot_run_is_refused(
 ) -> None:
     assert main(["plan", "model=mini_v3", "cluster.gpus=8", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_numbers_without_values_are_sorted_as_equal_ones() -> None:
+    with TensorsWithoutData():
+        numbers = torch.empty(2, 5, device=META)
+        assert numbers.argsort(dim=1, descending=True, stable=True).tolist() == [[0, 1, 2, 3, 4]] * 2
+        assert numbers.sort(dim=0, stable=True).indices.tolist() == [[0] * 5, [1] * 5]
