@@ -9,6 +9,7 @@ huge pages where there are any.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import mmap
@@ -35,11 +36,13 @@ class _Kept:
             return self.free[size].pop()
         except IndexError:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a system without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
             return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        memory.madvise(mmap.MADV_FREE)
+        with contextlib.suppress(OSError):  # an old one: it stays taken
+            memory.madvise(mmap.MADV_FREE)
         self.free[len(memory)].append(memory)
 
 
