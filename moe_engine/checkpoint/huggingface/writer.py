@@ -103,7 +103,8 @@ class _Export:
         self._last: tuple[str, tuple[Tensor, Tensor]] = "", (torch.empty(0), torch.empty(0))
         wrong = not_as_expected({name: mapped.shape for name, mapped in both.tensors.items()}, weights.shapes)
         wrong += [
-            f"{name} is not zero, and a {weights.model.score_function} model has no such bias there"
+            f"{name} is not zero, and a {weights.model.score_function} model has no such bias there; "
+            "train one that is to go there with moe.bias_step=0"
             for name, mapped in both.tensors.items()
             if not mapped.forms and name in weights.shapes and bool(weights.read(name).any())
         ]
