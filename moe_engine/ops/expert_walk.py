@@ -9,7 +9,7 @@ used again (`ops.fresh_memory`). The bits are those of the operators.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,11 +69,9 @@ def _plan(counts: Sequence[int], most_rows: int) -> list[list[_Run]]:
         start, stop = stop, stop + count
         if count:
             share = shares[(start + stop) * threads // (2 * total)]
-            share.append(_Expert(index, start, stop, start + product_rows(count), start + product_rows(count) <= total))
-    for share in shares:
-        if share:  # behind its last row another thread writes
-            last = share[-1]
-            share[-1] = _Expert(last.index, last.start, last.stop, last.filled, last.filled == last.stop)
+            share.append(_Expert(index, start, stop, start + product_rows(count), False))
+    # Behind a share's last row another thread writes: also an expert with few that are not the last must not reach it.
+    shares = [[replace(each, beyond=each.filled <= share[-1].stop) for each in share] for share in shares]
     return [list(_runs(share, most_rows)) for share in shares if share]
 
 

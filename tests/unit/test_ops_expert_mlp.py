@@ -100,3 +100,16 @@ def test_large_memory_is_used_again_when_its_tensor_has_ended_and_not_before() -
     assert again.data_ptr() == place and again.shape == shape and bool((other == 2).all())
     small = fresh_memory.empty((4,), torch.bfloat16, CPU)
     assert small.dtype == torch.bfloat16 and fresh_memory.empty((1 << 30,), torch.uint8, torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize("counts", [[40, 3, 2, 30, 25], [5, 1, 1, 1, 50], [1] * 40, [20, 2, 2, 2, 2, 20]])
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_no_product_reaches_rows_of_another_thread(
+    counts: list[int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several experts at the end of a share have few rows, and a product computes more than theirs."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for runs in expert_walk._plan(counts, 16):
+        for run in runs:
+            for expert in run.experts:
+                assert (expert.filled if expert.beyond else expert.stop) <= runs[-1].stop
