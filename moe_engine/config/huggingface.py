@@ -13,11 +13,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface_families import (
-    ARCHITECTURES,
     READERS,
     WRITERS,
     family_of,
@@ -28,6 +28,18 @@ from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import closest, shown
 
 DEFAULT_CONTEXT = 4096
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
+        "glm4_moe": "Glm4MoeForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
+    }
+)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -122,7 +134,7 @@ def effective(model: ModelConfig) -> ModelConfig:
         idle += ["qk_norm_whole"]
     if model.num_dense_layers == 0:
         idle += ["dense_hidden"]
-    if not model.sliding_window:
+    if not model.sliding_window or model.num_layers == 1:
         idle += ["sliding_window_every"]
     defaults = ModelConfig()
     return replace(model, **{name: getattr(defaults, name) for name in idle})

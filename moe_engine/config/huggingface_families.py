@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface_keys import Keys, Values
-from moe_engine.config.huggingface_rope import read_rope
+from moe_engine.config.huggingface_rope import read_rope, rotary_share
 from moe_engine.config.schema import ModelConfig
 
 
@@ -101,12 +101,15 @@ def _grouped_queries(keys: Keys, common: Values, theta: float, share: float | No
 
 def _grouped(keys: Keys, common: Values, theta: float) -> Values:
     """What Mixtral, the Qwen models, OLMoE and gpt-oss share: grouped queries, softmax routing, no shared expert."""
+    window = keys.take("sliding_window", int, 0)
+    if window < 0:
+        keys.refuse("sliding_window", window, "so many keys are seen; use 1 or more, or null")
     return _grouped_queries(keys, common, theta) | {
         "top_k": keys.take("num_experts_per_tok", int),
         "num_shared_experts": 0,
         "score_function": "softmax",
         "group_score": "max",
-        "sliding_window": keys.take("sliding_window", int, 0),
+        "sliding_window": window,
     }
 
 
@@ -195,7 +198,7 @@ def _glm4_moe(keys: Keys, common: Values) -> Values:
 def _full_attention(keys: Keys) -> None:
     """Refuse `layer_types`, as newer files have it, unless all layers are the same."""
     types = keys.take("layer_types", list, [])
-    if set(types) - {"full_attention"}:
+    if any(kind != "full_attention" for kind in types):
         keys.refuse("layer_types", types, "every layer sees all that came before; use full_attention for each")
 
 
@@ -205,22 +208,37 @@ def _gpt_oss(keys: Keys, common: Values) -> Values:
         keys.problems.append("rope_scaling: must be in the file, since its absence means the published models' YaRN")
     keys.must("swiglu_alpha", "the gain of gpt-oss's SwiGLU", 1.702)
     keys.left.pop("experts_per_token", None)  # the same as num_experts_per_tok
-    types = keys.take("layer_types", list, ["sliding_attention", "full_attention"])
-    every = 1 if "full_attention" not in types else 2
-    if types != [("sliding_attention", "full_attention")[i % every] for i in range(len(types))]:
-        keys.refuse("layer_types", types, "windows are on all layers or on every other one, the first included")
     hidden, biases = keys.take("intermediate_size", int), keys.take("attention_bias", bool, True)
-    return _grouped(keys, common, 150000.0) | {
-        "num_experts": keys.take("num_local_experts", int),
-        "expert_hidden": hidden,
-        "dense_hidden": hidden,
-        "sliding_window_every": every,
-        "attention_bias": biases,
-        "attention_out_bias": biases,
-        "attention_sinks": True,
-        "expert_biases": True,
-        "swiglu_limit": keys.take("swiglu_limit", float, 7.0),
-    }
+    limit = keys.take("swiglu_limit", float, 7.0)
+    if not limit > 0:
+        keys.refuse("swiglu_limit", limit, "gates and ups are clamped to it; use a number above 0 such as 7.0")
+    return (
+        _grouped(keys, common, 150000.0)
+        | _windows(keys, common["num_layers"])
+        | {
+            "num_experts": keys.take("num_local_experts", int),
+            "expert_hidden": hidden,
+            "dense_hidden": hidden,
+            "attention_bias": biases,
+            "attention_out_bias": biases,
+            "attention_sinks": True,
+            "expert_biases": True,
+            "swiglu_limit": limit,
+        }
+    )
+
+
+def _windows(keys: Keys, num_layers: int) -> Values:
+    """Which layers have the window, from `layer_types`; without it every other one, from the first on."""
+    kinds = ("sliding_attention", "full_attention")
+    types = keys.take("layer_types", list, [kinds[i % 2] for i in range(num_layers)])
+    for every in (1, 2):
+        if types == [kinds[i % every] for i in range(num_layers)]:
+            return {"sliding_window_every": every}
+    if types != [kinds[1]] * num_layers:
+        rule = f"one for each of {num_layers} layers; windows are on all, on none, or on every other one from the first"
+        keys.refuse("layer_types", types, rule)
+    return {"sliding_window": 0}
 
 
 def family_of(model: ModelConfig) -> str:
@@ -239,10 +257,6 @@ def family_of(model: ModelConfig) -> str:
 
 
 def _write_deepseek(model: ModelConfig) -> Values:
-    if not model.num_shared_experts:
-        raise ConfigError(
-            f"model.num_shared_experts=0: a {family_of(model)} config.json needs a shared expert; use 1 or more"
-        )
     hf: Values = {
         "num_key_value_heads": model.num_heads,
         "q_lora_rank": model.q_lora_rank or None,
@@ -261,6 +275,10 @@ def _write_deepseek(model: ModelConfig) -> Values:
 
 
 def _write_leading_dense(model: ModelConfig) -> Values:
+    if not model.num_shared_experts:
+        raise ConfigError(
+            f"model.num_shared_experts=0: a {family_of(model)} config.json needs a shared expert; use 1 or more"
+        )
     return {
         "first_k_dense_replace": model.num_dense_layers,
         "intermediate_size": model.dense_hidden,
@@ -327,19 +345,21 @@ def _write_glm4_moe(model: ModelConfig) -> Values:
     return hf | {
         "attention_bias": model.attention_bias,
         "use_qk_norm": model.qk_norm,
-        "partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim,
+        "partial_rotary_factor": rotary_share(model),
         "num_nextn_predict_layers": model.mtp_depth,
     }
 
 
 def _write_gpt_oss(model: ModelConfig) -> Values:
-    kinds = ["sliding_attention"] + ["full_attention"] * (model.sliding_window_every - 1)
+    full = ["full_attention"]
+    kinds = ["sliding_attention"] + full * (model.sliding_window_every - 1) if model.sliding_window else full
     rope = {} if model.rope_scaling != "none" else {"rope_scaling": {"rope_type": "default"}}
     return (
         _write_mixtral(model)
         | rope
         | {
             "attention_bias": model.attention_bias,
+            "sliding_window": model.sliding_window or 128,  # transformers wants one, used or not
             "swiglu_limit": model.swiglu_limit,
             "layer_types": [kinds[i % len(kinds)] for i in range(model.num_layers)],
         }
@@ -369,17 +389,5 @@ WRITERS: Mapping[str, Callable[[ModelConfig], Values]] = MappingProxyType(
         "olmoe": _write_olmoe,
         "glm4_moe": _write_glm4_moe,
         "gpt_oss": _write_gpt_oss,
-    }
-)
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "deepseek_v3": "DeepseekV3ForCausalLM",
-        "deepseek_v2": "DeepseekV2ForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "qwen2_moe": "Qwen2MoeForCausalLM",
-        "olmoe": "OlmoeForCausalLM",
-        "glm4_moe": "Glm4MoeForCausalLM",
-        "gpt_oss": "GptOssForCausalLM",
     }
 )

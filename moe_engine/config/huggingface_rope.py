@@ -26,7 +26,10 @@ def read_rope(
         rope.must("partial_rotary_factor", "the whole head turns", 1.0)
     else:
         share = keys.take("partial_rotary_factor", float, share)
-        turned = int(head * rope.take("partial_rotary_factor", float, share))
+        share = rope.take("partial_rotary_factor", float, share)
+        turned = int(head * share) if 0 < share <= 1 else 0  # also of NaN
+        if turned < 2 or turned % 2:
+            rope.refuse("partial_rotary_factor", share, f"pairs turn: above 0 to 1, and an even number of {head}")
         values["rotary_dim"] = 0 if turned == head else turned
     if kind == "yarn":
         values |= _yarn(rope, common["max_positions"])
@@ -63,6 +66,12 @@ def _yarn(rope: Keys, longest: int) -> Values:
         rule = f"here it follows from the other values; leave it out, or use {growth:.6f}"
         rope.refuse("attention_factor", attention_factor, rule)
     return values
+
+
+def rotary_share(model: ModelConfig) -> float:
+    """`partial_rotary_factor`: what readers multiply by and round down, so it is rounded up where it must be."""
+    turned, share = model.rotary_dim or model.head_dim, (model.rotary_dim or model.head_dim) / model.head_dim
+    return share if int(model.head_dim * share) == turned else math.nextafter(share, 2.0)
 
 
 def rope_keys(model: ModelConfig) -> Values:

@@ -85,6 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "gpt_oss": GPT_OSS,
     "gpt_oss, square": GPT_OSS | dict(intermediate_size=16, hidden_size=32, head_dim=8, num_key_value_heads=4),
+    "gpt_oss, windows nowhere": GPT_OSS | dict(layer_types=["full_attention"] * 3),
     "gpt_oss, no biases in attention, windows everywhere, no yarn": GPT_OSS
     | dict(
         attention_bias=False,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.huggingface import huggingface_config, model_config, read_model_config
+from moe_engine.config.huggingface import effective, huggingface_config, model_config, read_model_config
 from moe_engine.config.load import choices, load
 from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import shown
@@ -94,14 +94,26 @@ def test_no_key_is_ignored_in_silence(name: str) -> None:
      "the shared expert is as wide as whole experts, moe_intermediate_size=1408"),
     ("olmoe_1b_7b", {"clip_qkv": 8.0}, "queries, keys and values are not clipped; use clip_qkv=null"),
     ("glm4_5_air", {"scoring_func": "softmax"}, "GLM-4-MoE scores by sigmoid; use scoring_func=sigmoid"),
+    ("qwen1_5_moe_a2_7b", {"layer_types": [{}]},
+     "every layer sees all that came before; use full_attention for each"),
+    ("glm4_5_air", {"partial_rotary_factor": 0.0}, "pairs turn: above 0 to 1, and an even number of 128"),
+    ("glm4_5_air", {"partial_rotary_factor": 0.01}, "pairs turn: above 0 to 1, and an even number of 128"),
+    ("glm4_5_air", {"partial_rotary_factor": 1.5}, "pairs turn: above 0 to 1, and an even number of 128"),
+    ("glm4_5_air", {"partial_rotary_factor": float("nan")}, "pairs turn: above 0 to 1, and an even number of 128"),
     ("gpt_oss_20b", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
-     "windows are on all layers or on every other one, the first included"),
+     "one for each of 24 layers; windows are on all, on none, or on every other one from the first"),
+    ("gpt_oss_20b", {"layer_types": ["sliding_attention"]},
+     "one for each of 24 layers; windows are on all, on none, or on every other one from the first"),
+    ("gpt_oss_20b", {"sliding_window": -1}, "so many keys are seen; use 1 or more, or null"),
+    ("gpt_oss_20b", {"swiglu_limit": 0.0}, "gates and ups are clamped to it; use a number above 0 such as 7.0"),
 ])  # fmt: skip
 def test_what_the_engine_cannot_follow_is_refused_by_name(name: str, changes: dict[str, Any], rule: str) -> None:
     ((key, value),) = changes.items()
     line = f"{shown(key, value)}: {rule}"
     if key == "rope_scaling":
         line = f"rope_parameters.rope_type=linear: {rule}"
+    elif key == "partial_rotary_factor" and name == "glm4_5_air":
+        line = f"rope_parameters.{line}"
     assert refusal(published(name, **changes)) == [line]
 
 
@@ -163,6 +175,7 @@ def test_unknown_families_are_refused() -> None:
     ("deepseek_v3", {"latent_norm_eps": 1e-5}, "a deepseek_v3 config.json cannot say this; it would mean 1e-06"),
     ("deepseek_v3", {"group_score": "max"}, "a deepseek_v3 config.json cannot say this; it would mean sum_top2"),
     ("deepseek_v3", {"num_shared_experts": 0}, "a deepseek_v3 config.json needs a shared expert; use 1 or more"),
+    ("glm4_5_air", {"num_shared_experts": 0}, "a glm4_moe config.json needs a shared expert; use 1 or more"),
     ("deepseek_v2_lite", {"mtp_depth": 1}, "a deepseek_v2 config.json cannot say this; it would mean 0"),
     ("mixtral_8x7b", {"normalize_weights": False}, "a mixtral config.json cannot say this; it would mean true"),
     ("mixtral_8x7b", {"num_dense_layers": 1}, "a mixtral config.json cannot say this; it would mean 0"),
@@ -177,6 +190,20 @@ def test_what_no_file_can_say_is_not_written(name: str, changes: dict[str, Any],
     ((key, value),) = changes.items()
     back = lost.replace("would mean ", f"would mean model.{key}=")
     assert f"{shown(f'model.{key}', value)}: {back}" in str(error.value).splitlines()
+
+
+def test_what_is_said_in_another_way_is_written() -> None:
+    """Windows nowhere; of one layer; and shares of a head that a division rounds down."""
+    gpt_oss, glm4 = preset("gpt_oss_20b"), preset("glm4_5_air")
+    for model in (
+        replace(gpt_oss, sliding_window=0),
+        replace(gpt_oss, num_layers=1),
+        *(replace(glm4, head_dim=44, rotary_dim=turned) for turned in range(2, 44, 2)),
+    ):
+        back = model_config(huggingface_config(model))
+        assert effective(back) == effective(model)
+    nowhere = huggingface_config(replace(gpt_oss, sliding_window=0))
+    assert nowhere["layer_types"] == ["full_attention"] * 24
 
 
 def test_files_and_folders_are_read_and_errors_name_them(tmp_path: Path) -> None:
