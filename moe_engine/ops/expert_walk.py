@@ -142,12 +142,13 @@ class _Call:
 class _Scratch:
     """One thread's memory for the longest of its runs. Zeros, so that rows behind a run's are numbers."""
 
-    def __init__(self, call: _Call, runs: list[_Run]) -> None:
+    def __init__(self, call: _Call, runs: list[_Run], backward: bool = False) -> None:
         rows = max(run.experts[-1].filled - run.start for run in runs)
         self.rows = torch.zeros(rows, call.dim, dtype=call.compute)
         self.first = torch.zeros(rows, call.width, dtype=call.dtype)
         self.hidden = torch.zeros(rows, call.hidden, dtype=call.dtype)
         self.activation = swiglu_scratch(self.first, 3)
+        self.d_hidden = torch.zeros(rows if backward else 0, call.hidden, dtype=call.dtype)
 
 
 def forward(
@@ -218,16 +219,18 @@ def backward(
 
     def work(shares: Sequence[list[_Run]]) -> None:
         for runs in shares:
-            scratch = _Scratch(call, runs)
+            scratch = _Scratch(call, runs, backward=True)
             for run in runs:
                 first, own = gate_up[run.rows], weights[run.rows]
-                hidden, d_first = scratch.hidden[: len(run)], scratch.first[: len(run)]
+                d_hidden, d_first = scratch.d_hidden[: len(run)], scratch.first[: len(run)]
+                hidden = scratch.hidden[: len(run)] if d_down is not None else None
                 call.gather(d_out, run, scratch.rows)
-                if d_down is not None:
-                    swiglu_into(hidden, first, own, scratch.activation)
+                call.products(scratch.rows, downs, run, scratch.d_hidden, scratch=True)
+                swiglu_backward_into(
+                    d_first, d_weights[run.rows], d_hidden, first, own, scratch.activation, again=hidden
+                )
+                if d_down is not None and hidden is not None:
                     call.weight_gradients(scratch.rows, hidden, run, d_down)
-                call.products(scratch.rows, downs, run, scratch.hidden, scratch=True)
-                swiglu_backward_into(d_first, d_weights[run.rows], hidden, first, own, scratch.activation)
                 if d_up is not None:
                     call.gather(x, run, scratch.rows)
                     call.weight_gradients(d_first, scratch.rows, run, d_up)

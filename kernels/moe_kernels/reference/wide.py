@@ -233,16 +233,31 @@ def swiglu_backward(d_out: Tensor, gate_up: Tensor, weight: Tensor | None = None
 
 
 def swiglu_backward_into(
-    d_gate_up: Tensor, d_weight: Tensor | None, d_out: Tensor, gate_up: Tensor, weight: Tensor | None, scratch: Tensor
+    d_gate_up: Tensor,
+    d_weight: Tensor | None,
+    d_out: Tensor,
+    gate_up: Tensor,
+    weight: Tensor | None,
+    scratch: Tensor,
+    again: Tensor | None = None,
 ) -> None:
-    """`swiglu_backward` into tensors that exist; scratch: three of `swiglu_scratch`, of as many rows or more."""
+    """`swiglu_backward` into tensors that exist; scratch: three of `swiglu_scratch`, of as many rows or more.
+
+    again [N, F]: for the result of `swiglu`, which shares its exponentials.
+    """
     hidden, wide, blocks = gate_up.shape[1] // 2, scratch.dtype, scratch.shape[1]
     for start in range(0, gate_up.shape[0], blocks):
         rows = slice(start, start + blocks)
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
         sigmoid, silu, d_act = scratch[:, : len(gate)]
-        torch.neg(gate, out=sigmoid).exp_().add_(1).reciprocal_()
-        torch.mul(gate, sigmoid, out=silu)
+        torch.neg(gate, out=sigmoid).exp_().add_(1)
+        if again is not None:
+            act = torch.div(gate, sigmoid, out=again[rows] if again.dtype == wide else silu).mul_(up)
+            if weight is not None:
+                act *= weight[rows, None]
+            if again.dtype != wide:
+                again[rows] = act
+        torch.mul(gate, sigmoid.reciprocal_(), out=silu)
         given = d_out[rows].to(wide)
         if weight is None or d_weight is None:
             d_act = given
