@@ -139,6 +139,34 @@ def test_deferring_changes_no_bit_of_any_gradient_over_micro_batches(dtype: torc
         assert torch.equal(plain, deferred)
 
 
+@pytest.mark.parametrize("deferring", [False, True])
+def test_products_add_to_a_wide_gradient_that_is_there(deferring: bool) -> None:
+    """As the optimizer leaves it: an fp32 buffer at a bf16 weight. Hooks fire as if autograd had added."""
+    weight, before = nn.Parameter(randn(8, 12, dtype=torch.bfloat16)), randn(8, 12, dtype=torch.float32, seed=1)
+    weight.grad_dtype = torch.float32
+    weight.grad = buffer = before.clone()
+    x, d_out = randn(20, 12, dtype=torch.bfloat16, seed=2), randn(20, 8, dtype=torch.bfloat16, seed=3)
+    fired: list[int] = []
+    weight.register_post_accumulate_grad_hook(lambda p: fired.append(1))
+    queue = WgradQueue()
+    with queue.defer("a", deferring):
+        linear(x.requires_grad_(), weight, queue).backward(d_out)
+    assert torch.equal(buffer, before) == deferring and len(fired) == (not deferring)
+    if deferring:
+        queue.run("a")
+    assert weight.grad is buffer and fired == [1]
+    torch.testing.assert_close(buffer, before + d_out.float().T @ x.detach().float(), rtol=1e-6, atol=1e-5)
+
+
+def test_a_queue_that_gives_adds_to_nothing() -> None:
+    """Where gradients are asked for by `torch.autograd.grad`, one that is there stays as it is."""
+    weight, x = nn.Parameter(randn(8, 12)), randn(20, 12, seed=2)
+    weight.grad = torch.ones_like(weight)
+    (found,) = torch.autograd.grad(linear(x, weight, WgradQueue().without_waiting()).sum(), weight)
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    torch.testing.assert_close(found, x.sum(dim=0).expand(8, 12))
+
+
 def test_the_queue_runs_one_batch_in_order_and_frees_as_it_goes() -> None:
     queue, order = WgradQueue(), []
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]

@@ -64,3 +64,34 @@ def test_attention_has_the_same_bits_on_any_number_of_threads() -> None:
         for others in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
     """)
+
+
+def test_gradient_norm_and_update_have_the_same_bits_on_any_number_of_threads() -> None:
+    run("""
+        import torch
+        from torch import nn
+        from moe_engine.config.schema import Config
+        from moe_engine.distributed.groups import build_groups
+        from moe_engine.layout import Layout
+        from moe_engine.model.names import NamedParameter
+        from moe_engine.optim.zero import UPDATE_BLOCK, ZeroOptimizer
+        from moe_engine.planner.job import placement_of
+        config, results = Config(), []
+        config.optim.clip, config.parallel.dp = 1.0, 1
+        groups = build_groups(Layout.of(config.parallel), placement_of(config), 0, None)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            weight = nn.Parameter(torch.ones(3, UPDATE_BLOCK + 128))
+            named = [NamedParameter(("w",), weight, False, (0,))]
+            optimizer = ZeroOptimizer(named, groups, config.optim, config.precision)
+            optimizer.zero_grad()
+            chance = torch.Generator().manual_seed(0)
+            weight.grad.copy_(torch.randn(weight.shape, generator=chance) ** 3)
+            optimizer.reduce_gradients()
+            stats = optimizer.step(1e-2)
+            assert 0 < stats.clip_scale < 1
+            results.append((stats.grad_norm, weight.detach().clone(), next(optimizer.named_shards()).states))
+        for norm, values, states in results[1:]:
+            assert norm == results[0][0] and torch.equal(values, results[0][1])
+            assert all(torch.equal(states[name], kept) for name, kept in results[0][2].items())
+    """)
