@@ -57,7 +57,6 @@ FEATURES = [
     Case(pp=4, dp=1, schedule="dualpipe", stages=("embedding", "3L", "1L+head", "mtp"), mtp_depth=2, steps=3),
     Case(pp=2, dp=2, ep=2, model="qwen3", z_loss=True, padding=True, tied=True, steps=3),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", model="v3_yarn", combine="exact", steps=3),
-    Case(pp=2, cp=2, ep=2, schedule="zb_h1", model="qwen2_olmoe_glm4", recompute="full", steps=2),
     Case(pp=2, dp=2, ep=2, schedule="zb_h1", recompute="full", skew=True, steps=3),
     Case(pp=2, dp=1, schedule="dualpipe", recompute="selective", steps=3),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", wire="fp8", padding=True, steps=3),
@@ -98,6 +97,8 @@ def over_contexts() -> list[Case]:
         Case(cp=2, ep=2, exchange="all_gather", model="gpt_oss", schedule="overlapped_1f1b", recompute="full"),
         Case(pp=2, cp=2, exchange="ulysses", model="gpt_oss", schedule="dualpipe", padding=True),
         Case(cp=4, ep=4, model="gpt_oss", schedule="dualpipev", combine="exact"),
+        Case(pp=2, cp=2, ep=2, schedule="zb_h1", model="qwen2_olmoe_glm4", recompute="full"),
+        Case(pp=2, dp=2, ep=2, schedule="dualpipe", model="qwen2_olmoe_glm4", tied=True, padding=True),
     ]
     return [replace(case, steps=3, total_steps=3) for case in found]
 

@@ -52,7 +52,10 @@ print(json.dumps([there, peak(lambda: write_huggingface(weights, folder / "back"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("like", [V3, GPT_OSS], ids=["a tensor for each expert", "one for all"])
+@pytest.mark.parametrize(
+    "like",
+    [pytest.param(V3, id="a tensor for each expert"), pytest.param(GPT_OSS, id="one for all", marks=pytest.mark.slow)],
+)
 def test_a_few_tensors_are_in_memory(like: ModelConfig, tmp_path: Path) -> None:
     model = replace(like, dim=256, expert_hidden=256, num_experts=40, mtp_depth=0)
     source = random_folder(tmp_path / "source", model, files=4)

@@ -76,11 +76,10 @@ def test_forward_and_gradients_are_those_of_the_formula(S: int, H: int, G: int, 
     check(tensors, d_out, whole_rows(S, two_documents(2, S) if packed else None))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [1, 5, 64, 100, 700])
+@pytest.mark.parametrize(("window", "packed"), [(1, False), (5, True), (100, True), (700, False)])
 def test_a_window_hides_what_is_farther(window: int, packed: bool) -> None:
-    for S in (50, 200, LONG):
-        *tensors, d_out = inputs(2, 4, 2, S, 6, 5)
+    for S in (50, LONG):
+        *tensors, d_out = inputs(2, 2, 1, S, 6, 5)
         check(tensors, d_out, whole_rows(S, two_documents(2, S) if packed else None, window=window))
     steps = whole_rows(2048, window=128).steps_of(0)
     assert sum(step.keys.stop - step.keys.start for step in steps) <= 16 * (128 + 128 + 64)
