@@ -13,8 +13,9 @@ import contextlib
 import functools
 import math
 import mmap
+import threading
 import weakref
-from collections import defaultdict
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -26,24 +27,44 @@ _CAN_KEEP = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 class _Kept:
-    """Memory whose tensors have ended, by its size."""
+    """Memory whose tensors have ended: with what is in use never more than was once in use at the same time.
+
+    Tensors end at any moment, in the middle of a call here, too (a collection of garbage): their memory waits in
+    `returned`, to which adding is atomic, for the next call.
+    """
 
     def __init__(self) -> None:
-        self.free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self.lock = threading.Lock()
+        self.returned: deque[mmap.mmap] = deque()
+        self.free: list[mmap.mmap] = []  # the one used longest ago first
+        self.in_use = self.most_in_use = 0
 
     def take(self, size: int) -> mmap.mmap:
-        try:
-            return self.free[size].pop()
-        except IndexError:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a system without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
+        with self.lock:
+            while self.returned:
+                memory = self.returned.popleft()
+                self.in_use -= len(memory)
+                self.free.append(memory)
+            self.in_use += size
+            self.most_in_use = max(self.most_in_use, self.in_use)
+            found = next((i for i in reversed(range(len(self.free))) if len(self.free[i]) == size), None)
+            memory = _new_memory(size) if found is None else self.free.pop(found)
+            while self.in_use + sum(map(len, self.free)) > self.most_in_use:
+                self.free.pop(0)
             return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        with contextlib.suppress(OSError):  # an old one: it stays taken
+        with contextlib.suppress(OSError):  # an old system: it stays taken
             memory.madvise(mmap.MADV_FREE)
-        self.free[len(memory)].append(memory)
+        self.returned.append(memory)
+
+
+def _new_memory(size: int) -> mmap.mmap:
+    """size: bytes, a multiple of HUGE_PAGE."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 @functools.cache

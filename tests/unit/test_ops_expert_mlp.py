@@ -102,6 +102,19 @@ def test_large_memory_is_used_again_when_its_tensor_has_ended_and_not_before() -
     assert small.dtype == torch.bfloat16 and fresh_memory.empty((1 << 30,), torch.uint8, torch.device("meta")).is_meta
 
 
+def test_memory_kept_for_later_and_memory_in_use_are_never_more_than_was_once_in_use() -> None:
+    kept = fresh_memory._Kept()
+    both = [kept.take(pages * fresh_memory.HUGE_PAGE) for pages in (2, 1)]
+    for memory in both:
+        kept.give_back(memory)
+    for pages in (1, 2, 1, 2, 3):  # rows of experts differ in number from call to call
+        memory = kept.take(pages * fresh_memory.HUGE_PAGE)
+        assert len(memory) + sum(map(len, kept.free)) <= 3 * fresh_memory.HUGE_PAGE
+        assert pages == 3 or any(memory is each for each in both)
+        kept.give_back(memory)
+    assert len(memory) == 3 * fresh_memory.HUGE_PAGE and not kept.free
+
+
 @pytest.mark.parametrize("counts", [[40, 3, 2, 30, 25], [5, 1, 1, 1, 50], [1] * 40, [20, 2, 2, 2, 2, 20]])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_no_product_reaches_rows_of_another_thread(
