@@ -184,6 +184,7 @@ def _check_train(rules: _Rules) -> None:
             f"train.eval_sequences={rules['train.eval_sequences']} needs text to validate on; "
             "use data.validation_fraction=0.05, or train.eval_sequences=0",
         )
+    rules.one_of("train.kernels", _CHOICES["train.kernels"])
     rules.at_least(1, "trace.drawn_step")
     if not rules["run.dir"]:
         rules.refuse("run.dir", "a folder is needed, for example run.dir=runs")
