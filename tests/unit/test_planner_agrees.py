@@ -24,10 +24,11 @@ FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
     ("model=mini_v3 model.num_layers=6 pipeline=zbv parallel.pp=2 parallel.dp=4 parallel.ep=2 recompute=full", 0, 1.0),
     (f"{MINI} parallel.pp=1 precision=fp8 moe.wire=fp8", 0, 1.0),
-    (f"{MINI} moe.dispatch=hierarchical parallel.ranks_per_node=2 moe.max_recv_rows=1024", 0, 1.0),
+    ("model=mini_v3 model.num_layers=2 model.mtp_depth=0 parallel.dp=32 parallel.ep=4 moe.dispatch=hierarchical "
+     "parallel.ranks_per_node=2 moe.max_recv_rows=1024", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=ring", 0, 1.0),
     ("model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000 parallel.dp=8 parallel.ep=8", 0, 1.0),
-]
+]  # fmt: skip
 TWO_HOPS = f"{MINI} moe.dispatch=hierarchical parallel.ranks_per_node=2"
 MORE = [
     (f"{MINI} moe.capacity_factor=0.5", 0, 1.0),
@@ -36,6 +37,7 @@ MORE = [
     (f"{MINI} moe.max_recv_rows=512 parallel.pp=2 pipeline=dualpipe moe.wire=fp8", 1, 2.0),
     (f"{TWO_HOPS} parallel.pp=2 pipeline=zb_h1 recompute=selective", 3, 1.0),
     (f"{TWO_HOPS} moe.combine=exact", 2, 1.0),
+    (f"{TWO_HOPS} moe.max_recv_rows=1024", 0, 1.0),
     (f"{TWO_HOPS} moe.wire=fp8 precision=fp8 parallel.pp=2", 0, 1.0),
     (f"{TWO_HOPS} moe.capacity_factor=0.75 moe.max_recv_rows=1024", 1, 1.0),
     (f"{MINI} precision=fp8 precision.bf16_first_layers=1 precision.bf16_last_layers=1", 0, 1.0),
