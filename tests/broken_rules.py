@@ -179,7 +179,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data__cache_dir": ""}, "data.cache_dir=: a folder is needed"),
     ({"train__steps": 0}, "train.steps=0: must be 1 or more, for example train.steps=1"),
-    ({"train__kernels": "Hopper"}, "train.kernels=Hopper: no such choice; there are auto, triton, hopper"),
+    ({"train__kernels": "Hopper"}, "train.kernels=Hopper: no such choice; did you mean hopper? There are auto"),
     ({"train__threads": 0}, "train.threads=0: must be 1 or more"),
     ({"train__seed": -1}, "train.seed=-1: must be 0 or more, for example train.seed=0"),
     ({"train__steps": "3"}, "train.steps=3: a whole number is expected"),
