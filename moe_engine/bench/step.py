@@ -22,7 +22,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,17 @@ from moe_engine.bench import machine, peers, record, routing
 from moe_engine.bench.phases import phase_table
 from moe_engine.bench.ranks import run_ranks
 from moe_engine.bench.routing import ENGINE
+from moe_engine.bench.step_candidates import PEERS, RECIPES, Engine, Peer, candidates, recipe_of
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import choices, to_yaml
 from moe_engine.config.schema import Config
-from moe_engine.config.validate import PRECISIONS, resolve, validate
+from moe_engine.config.validate import resolve, validate
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import world_communicator
 from moe_engine.metrics import measure_matrix_rate
-from moe_engine.model.batch import Batch
 from moe_engine.planner.flops import mfu, sequence_flops
 from moe_engine.trainer import Trainer
 
-RECIPES = ("bf16", "fp32", "fp8")
-PEERS = {"plain_bf16": True, "plain_fp32": False}  # name: autocast
 # How far first losses and gradient norms may lie apart, relatively: bf16 keeps 8 bits.
 LOSS_TOLERANCE = 5e-3
 NORM_TOLERANCE = 5e-2
@@ -236,11 +234,11 @@ def measure(
 ) -> dict[str, Any]:
     """On every rank: check the candidates against one another, then time them in turns."""
     world = world_communicator(rank, config.parallel.dp or 1)
-    steps = _candidates(rank, device, config, names)
+    steps = candidates(rank, device, config, names)
     firsts = {name: _first(step, world) for name, step in steps.items()}
     verdicts = {name: _verdict(name, firsts) for name in names}
     for name, step in steps.items():
-        if isinstance(step, _Engine) and name != ENGINE and _recipe_of(name) is None:
+        if isinstance(step, Engine) and name != ENGINE and recipe_of(name) is None:
             verdicts[name] = routing.verdict(config, routing.routing_of(name), firsts[name], step.figures)
     right = [name for name in names if verdicts[name].passed]
     for index in range(1, warmup):
@@ -254,7 +252,7 @@ def measure(
         steps[name](warmup + len(samples[name]))
         world.barrier()
         samples[name].append(time.perf_counter() - start)
-    loads = {name: step.figures for name, step in steps.items() if isinstance(step, _Engine)}
+    loads = {name: step.figures for name, step in steps.items() if isinstance(step, Engine)}
     table = phase_table(lambda: steps[ENGINE](warmup + rounds), _trainer_of(steps[ENGINE])) if profile else ""
     return {
         "samples": samples,
@@ -269,14 +267,14 @@ def measure(
 def _first(step: Callable[[int], tuple[float, float]], world: Communicator) -> tuple[float, float]:
     """Loss and gradient norm of the first step, over the rows of all ranks (a plain trainer's loss is its rank's)."""
     loss, norm = step(0)
-    if isinstance(step, _Peer):
+    if isinstance(step, Peer):
         loss = float(world.all_reduce_sum(torch.tensor(loss, dtype=torch.float64), "first loss")) / world.size
     return loss, norm
 
 
 def peak_memory(rank: int, device: torch.device, config: Config, name: str) -> int:
     """Bytes at the highest point of a process (a GPU: of torch's allocator) that trains one candidate alone."""
-    (step,) = _candidates(rank, device, config, [name]).values()
+    (step,) = candidates(rank, device, config, [name]).values()
     for index in range(MEMORY_STEPS):
         step(index)
     if device.type == "cuda":
@@ -285,87 +283,9 @@ def peak_memory(rank: int, device: torch.device, config: Config, name: str) -> i
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@dataclass
-class _Engine:
-    """The engine as a candidate: calling it runs step `index`; returns (loss, gradient norm).
-
-    figures: how experts were chosen, and the last step's load over the mean, of the most loaded expert and rank.
-    """
-
-    trainer: Trainer
-    device: torch.device
-    rank: int
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, index: int) -> tuple[float, float]:
-        config = self.trainer.config
-        result = self.trainer.step([rows.to(self.device) for rows in _rows(config, index, self.rank)])
-        self.figures = routing.load_figures(config, result)
-        return result.loss, result.grad_norm
-
-
-@dataclass
-class _Peer:
-    """A plain trainer as a candidate."""
-
-    trainer: peers.PlainTrainer
-    device: torch.device
-    rank: int
-
-    def __call__(self, index: int) -> tuple[float, float]:
-        rows = [batch.to(self.device) for batch in _rows(self.trainer.config, index, self.rank)]
-        result = self.trainer.step([(batch.tokens[0], batch.labels[0]) for batch in rows])
-        return result.loss, result.grad_norm
-
-
-def _recipe_of(candidate: str) -> str | None:
-    """The recipe of a candidate of `bench.precisions`."""
-    word = candidate.removeprefix(ENGINE).strip()
-    return word if word in RECIPES else None
-
-
 def _trainer_of(step: Callable[[int], tuple[float, float]]) -> Trainer:
-    assert isinstance(step, _Engine)
+    assert isinstance(step, Engine)
     return step.trainer
-
-
-def _candidates(
-    rank: int, device: torch.device, config: Config, names: list[str]
-) -> dict[str, Callable[[int], tuple[float, float]]]:
-    """The named candidates, all with the parameters that the engine starts with."""
-    found: dict[str, Callable[[int], tuple[float, float]]] = {}
-    for name in names:
-        if name not in PEERS:
-            own, recipe = copy.deepcopy(config), _recipe_of(name)
-            if recipe is None:
-                own.moe.routing = routing.routing_of(name)
-            else:
-                own.precision = replace(own.precision, name=recipe, compute=PRECISIONS[recipe])
-            found[name] = _Engine(Trainer(own, rank, device), device, rank)
-        else:
-            alone = copy.deepcopy(config)
-            alone.parallel.dp = alone.parallel.ep = 1
-            alone.train.global_batch //= config.parallel.dp or 1
-            whole = Trainer(alone, 0, device)
-            parameters = {
-                shard.name: shard.states["master"].view(shard.shape) for shard in whole.optimizer.named_shards()
-            }
-            found[name] = _Peer(peers.PlainTrainer(config, parameters, PEERS[name], device), device, rank)
-    return found
-
-
-def _rows(config: Config, index: int, rank: int) -> list[Batch]:
-    """This rank's micro-batches of random tokens for step `index`, every place a target."""
-    train, depths = config.train, 1 + config.model.mtp_depth
-    chance = torch.Generator().manual_seed(train.seed * 1_000_003 + index * 1009 + rank)
-    S, batches = train.seq_len, []
-    for _ in range(train.global_batch // ((config.parallel.dp or 1) * train.micro_batch)):
-        stream = torch.randint(0, config.model.vocab_size, (train.micro_batch, S + depths), generator=chance)
-        tokens = torch.stack([stream[:, k : k + S] for k in range(depths)])
-        labels = torch.stack([stream[:, k + 1 : k + 1 + S] for k in range(depths)])
-        positions = torch.arange(S).expand(train.micro_batch, S)
-        batches.append(Batch(tokens, labels, positions, torch.zeros(train.micro_batch, S, dtype=torch.int32)))
-    return batches
 
 
 def _verdict(name: str, firsts: dict[str, tuple[float, float]]) -> record.Verdict:
