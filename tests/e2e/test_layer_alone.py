@@ -139,3 +139,16 @@ def test_a_compiled_layer_drops_what_an_ordinary_one_drops() -> None:
     layer.dropped_choices.zero_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(compiled, out) and torch.equal(layer.dropped_choices, dropped) and dropped[0] > 0
+
+
+def test_bf16_goes_into_one_graph() -> None:
+    """A shared expert's products, too: whether this CPU has instructions for them is asked outside the graph."""
+    layer = MoELayer(make_config(num_shared_experts=1), dtype=torch.bfloat16)
+    x = torch.randn(2, 20, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    compiled, gradients = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    for module in (layer, compiled):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        out.sum().backward()
+        gradients.append((out, leaf.grad))
+    assert all(torch.equal(*both) for both in zip(*gradients, strict=True))

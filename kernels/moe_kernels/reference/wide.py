@@ -28,6 +28,12 @@ SWIGLU_ELEMENTS = {torch.float32: 1 << 18, torch.float64: 1 << 17, torch.bfloat1
 _TILES = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
 
 
+@torch.compiler.assume_constant_result  # torch's question cannot be traced
+def _has_tiles(dtype: torch.dtype) -> bool:
+    found: bool = _TILES[dtype]()
+    return found
+
+
 def product_rows(rows: int) -> int:
     """With how many rows a CPU computes a product of so many rows, so that their bits do not depend on the number."""
     return max(MIN_ROWS, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
@@ -44,7 +50,7 @@ def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     Without, bf16 runs at half of the fp32 rate with AVX-512 BF16 (80 against 155 GFLOP/s a core measured) and at a
     tenth or less with AVX2: there 16-bit operands are widened, multiplied in fp32 and rounded once.
     """
-    if device.type == "cpu" and dtype in _TILES and not _TILES[dtype]():
+    if device.type == "cpu" and dtype in _TILES and not _has_tiles(dtype):
         return torch.float32
     return dtype
 
