@@ -25,12 +25,17 @@ from moe_engine.config.schema import (
 from moe_engine.config.strict import shown
 from moe_engine.planner import report, search
 from moe_engine.planner.answer import answer
+from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.calibrate import DEFAULTS
 from moe_engine.planner.efficiencies import efficiency_of_card, read_efficiencies
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
+from moe_engine.planner.job import cut_of
 from moe_engine.planner.measured import read_table
 from moe_engine.planner.memory import zero_table
+from moe_engine.planner.own_machine import efficiency_of_machine
+from moe_engine.planner.records import is_records
 from moe_engine.planner.request import PlanSection, Request, efficiency_of, precision_of, request
+from moe_engine.planner.strategy import Strategy
 
 SUMMARY = "plan a run: memory of every rank, time of a step, days and GPU-hours"
 TOPICS = ("memory_70b",)
@@ -85,6 +90,7 @@ options:
                             cp as for train: moe.wire=fp8, cp.exchange=ulysses
   validate=measured.csv     predict published steps (or layouts that fitted or not) and print the errors
   fit=measured.csv          fit efficiencies to measured steps into out=efficiencies.csv; plan.efficiencies= uses them
+  plan.efficiencies=bench   efficiencies of your own machine, from its records of `moe-engine bench` in that folder
   topic=memory_70b          worked example: 70 billion parameters under data parallel and ZeRO-1, 2, 3
   out=plan.json             also .md, .svg, or a folder for all
 
@@ -104,13 +110,15 @@ def run(words: list[str]) -> int:
         return _measured(config)
     if config.dry_run:
         return _dry_run(config)
-    asked, efficiency = asked_of(config), efficiency_for(config)
+    asked = asked_of(config)
+    known, source = known_efficiency(config, asked.model, asked.strategy)
+    efficiency = efficiency_of(config.plan, known)
     if config.search:
-        return _search(config, asked, efficiency)
+        return _search(config, asked, efficiency, source)
     found = answer(asked, efficiency)
     tables = report.tables(found, config.tokens)
     _print(tables)
-    print(f"efficiencies: {known_efficiency(config)[1]}")
+    print(f"efficiencies: {source}")
     for warning in found.warnings:
         print(f"warning: {warning}")
     if config.out:
@@ -124,9 +132,12 @@ def run(words: list[str]) -> int:
 
 
 def _dry_run(config: PlanConfig) -> int:
-    from moe_engine.cli.plan_dry import run_dry
+    from moe_engine.cli.plan_dry import job, run_dry
 
-    tables, data, notes = run_dry(config, efficiency_for(config))
+    cut = cut_of(job(config))
+    known, source = known_efficiency(config, cut.model, cut.strategy)
+    tables, data, notes = run_dry(config, efficiency_of(config.plan, known))
+    notes.append(f"efficiencies of planned times: {source}")
     _print(tables)
     for note in notes:
         print(note)
@@ -149,19 +160,22 @@ def asked_of(config: PlanConfig) -> Request:
     )
 
 
-def efficiency_for(config: PlanConfig) -> Efficiency:
-    """What programs reach of the card's peaks: as given, else as fitted on published runs, else the defaults."""
-    return efficiency_of(config.plan, known_efficiency(config)[0])
-
-
-def known_efficiency(config: PlanConfig) -> tuple[Efficiency, str]:
-    """Efficiencies of the card, and where they come from."""
-    compute = precision_of(config.precision, config.plan).compute
-    path = Path(config.plan.efficiencies) if config.plan.efficiencies else conf_folder() / "published/efficiencies.csv"
-    known = read_efficiencies(read_table(path))
+def known_efficiency(config: PlanConfig, model: Architecture, strategy: Strategy) -> tuple[Efficiency, str]:
+    """Efficiencies, and where they come from: records of a machine that are given, at the sizes of this job; else those
+    of the card, fitted on published runs or the defaults. Raises ConfigError naming a file that has none."""
+    compute, given = precision_of(config.precision, config.plan).compute, Path(config.plan.efficiencies)
+    own = bool(config.plan.efficiencies) and is_records(given)
+    if config.plan.efficiencies and not given.exists():
+        raise ConfigError(
+            f"plan.efficiencies={given}: is not there; use a folder that `moe-engine bench` wrote, or a table of "
+            "`moe-engine plan fit=measured.csv out=efficiencies.csv`"
+        )
+    path = given if config.plan.efficiencies and not own else conf_folder() / "published/efficiencies.csv"
+    known = read_efficiencies(read_table(path), path)
     card, software = config.cluster.card, config.plan.software
     experts = config.model.num_dense_layers < config.model.num_layers
-    return efficiency_of_card(known, card, compute, software, DEFAULTS[compute], experts)
+    usual, words = efficiency_of_card(known, card, compute, software, DEFAULTS[compute], experts)
+    return efficiency_of_machine(given, model, strategy, config.cluster, usual, words) if own else (usual, words)
 
 
 def _measured(config: PlanConfig) -> int:
@@ -180,7 +194,7 @@ def _measured(config: PlanConfig) -> int:
     return 0
 
 
-def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:
+def _search(config: PlanConfig, asked: Request, efficiency: Efficiency, source: str) -> int:
     """Print the best layouts; `out` takes the first as values for `train`."""
     result = search.search(asked, efficiency)
     header = [
@@ -221,6 +235,7 @@ def _search(config: PlanConfig, asked: Request, efficiency: Efficiency) -> int:
         f"tokens a step ({result.candidates} possible, {result.planned} planned in full, {result.too_large} too large)"
     )
     _print([report.Table(title, header, rows)])
+    print(f"efficiencies: {source}")
     if train.global_batch < gpus:
         print(
             f"train.global_batch={train.global_batch} is less than a sequence for each of {gpus} cards: "

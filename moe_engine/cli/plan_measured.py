@@ -36,6 +36,9 @@ def calibration(path: Path, out: Path) -> list[Table]:
     rows = read_table(path)
     _check_columns(path, set(rows[0]) if rows else set())
     used, dropped = read_measurements(rows, published())
+    if not used:
+        why = f", {dropped[0].reason}" if dropped else ""
+        raise ConfigError(f"fit={path}: none of {len(rows)} rows can be used{why}; use a table of measured steps")
     found = fitted(used)
     write_efficiencies(out, found)
     names = list(vars(next(iter(found.groups.values())).efficiency))
@@ -45,10 +48,11 @@ def calibration(path: Path, out: Path) -> list[Table]:
         for group, known in sorted(found.groups.items())
     ]
     releases = [[name, f"{factor:.2f}"] for name, factor in sorted(found.releases.items())]
-    return [
-        Table(f"Efficiencies fitted on {len(used)} rows ({len(dropped)} dropped)", header, cells),
-        Table("Releases: time of models with experts, over others of the same software", ["", "factor"], releases),
-    ]
+    tables = [Table(f"Efficiencies fitted on {len(used)} rows ({len(dropped)} dropped)", header, cells)]
+    if releases:
+        title = "Releases: time of models with experts, over others of the same software"
+        tables.append(Table(title, ["", "factor"], releases))
+    return tables
 
 
 def published() -> Tables:

@@ -49,23 +49,30 @@ def write_efficiencies(path: Path, table: Table) -> None:
             writer.writerow([ANY, ANY, release, "", "", "", *[""] * len(NAMES), f"{factor:.4g}"])
 
 
-def read_efficiencies(rows: Sequence[Mapping[str, str]]) -> Table:
-    """The table from its rows. Raises ConfigError where a column is missing."""
-    missing = [name for name in COLUMNS if rows and name not in rows[0]]
+def read_efficiencies(rows: Sequence[Mapping[str, str]], path: Path) -> Table:
+    """The table from its rows; `path` is where they are from. Raises ConfigError where they are no such table."""
+    missing = [name for name in COLUMNS if not rows or name not in rows[0]]
     if missing:
-        raise ConfigError(
-            f"plan.efficiencies: the column {missing[0]} is missing; use a table that `plan fit=measured.csv "
-            "out=efficiencies.csv` wrote"
-        )
-    groups = {
-        (row["card"], row["format"], row["software"]): Known(
-            Efficiency(**{name: float(row[name]) for name in NAMES}),
-            *(int(row[name]) for name in ("dense", "experts", "year")),
-        )
-        for row in rows
-        if not row["time"]
-    }
-    return Table(groups, {row["software"]: float(row["time"]) for row in rows if row["time"]})
+        raise _no_table(path, f"the column {missing[0]} is missing" if rows else "has no rows")
+    try:
+        groups = {
+            (row["card"], row["format"], row["software"]): Known(
+                Efficiency(**{name: float(row[name]) for name in NAMES}),
+                *(int(row[name]) for name in ("dense", "experts", "year")),
+            )
+            for row in rows
+            if not row["time"]
+        }
+        return Table(groups, {row["software"]: float(row["time"]) for row in rows if row["time"]})
+    except (ValueError, TypeError) as error:  # TypeError: a line that ends early
+        raise _no_table(path, f"a number is missing or none ({error})") from None
+
+
+def _no_table(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"plan.efficiencies={path}: {why}; use a table that `plan fit=measured.csv out=efficiencies.csv` wrote, or a "
+        "folder of `moe-engine bench`"
+    )
 
 
 def efficiency_of_card(

@@ -24,8 +24,9 @@ class PlanSection:
     compute: format of matrix products, bf16, fp8 or fp4; empty: that of section `precision`. moment_bytes: of both
     AdamW moments of a parameter. load: rows of the busiest rank's experts over the mean. keeping: what is kept for
     backward, as in this engine or as in megatron. The *_hidden options are shares of communication that runs beside
-    computation. efficiencies: a table that `plan fit=` wrote; software: whose efficiencies of it, empty for those with
-    most rows. matmul … block_us: efficiencies by hand; 0: those of the table.
+    computation. efficiencies: a table that `plan fit=` wrote, or records of `moe-engine bench` (a folder of one or of
+    several, or a results.jsonl); software: whose efficiencies of the table, empty for those with most rows.
+    matmul … block_us: efficiencies by hand; 0: those of the table or the records.
     """
 
     compute: str = ""

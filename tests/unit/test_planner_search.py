@@ -80,10 +80,11 @@ def test_the_first_is_values_that_train_takes(tmp_path: Path, capsys: pytest.Cap
 
 def published(words: list[str]) -> searching.Result:
     """The search that `moe-engine plan` would do with these words."""
-    from moe_engine.cli.plan import PlanConfig, asked_of, efficiency_for
+    from moe_engine.cli.plan import PlanConfig, asked_of, known_efficiency
 
     config = load("plan", words, PlanConfig)
-    return search(asked_of(config), efficiency_for(config))
+    asked = asked_of(config)
+    return search(asked, known_efficiency(config, asked.model, asked.strategy)[0])
 
 
 @pytest.mark.slow

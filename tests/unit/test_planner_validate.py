@@ -100,7 +100,7 @@ def test_efficiencies_are_six_numbers_and_come_back_from_their_file(tmp_path: Pa
         ("H100", "bf16", "b"): Known(slower, dense=12, experts=9, year=2025),
     }
     write_efficiencies(tmp_path / "table.csv", Table(groups, {"b 26.06": 0.75}))
-    known = read_efficiencies(read_table(tmp_path / "table.csv"))
+    known = read_efficiencies(read_table(tmp_path / "table.csv"), tmp_path / "table.csv")
     assert known == Table(groups, {"b 26.06": 0.75})
 
     def chosen(software: str, experts: bool, compute: str = "bf16") -> tuple[Efficiency, str]:
