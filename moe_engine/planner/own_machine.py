@@ -201,8 +201,8 @@ def _links(record: Record, question: Question) -> Share | None:
         return None
     width = strategy.tokens / strategy.layout.tp * question.model.dim * 2.0
     ep = hardware.group(question.cluster, strategy.layout.ep, strategy.etp)
-    sent = width * sum(crossings(question.model, strategy.dispatch, ep)) if strategy.layout.ep > 1 else curve[-1].size
-    return _read(curve, [(sent, 1.0)], f"{record.folder}: rows exchanged, by bytes of a rank")
+    sent = width * sum(crossings(question.model, strategy.dispatch, ep)) if strategy.layout.ep > 1 else 0.0
+    return _read(curve, [(sent or curve[-1].size, 1.0)], f"{record.folder}: rows exchanged, by bytes of a rank")
 
 
 # Memory first: products are told from their memory traffic by it.

@@ -121,6 +121,15 @@ def test_a_planned_exchange_takes_as_long_as_was_measured(tmp_path: Path) -> Non
         assert exchange.ep / links == pytest.approx(2 * seconds)  # there and back
 
 
+@pytest.mark.parametrize("words", [["model=llama3_70b", "parallel.ep=2"], ["model=deepseek_v3"], ["plan.etp=2"]])
+def test_any_model_reads_records(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a dense one with ranks for experts that it has not: links as at the largest size."""
+    assert main(["plan", *WORDS, f"plan.efficiencies={BENCH}", "parallel.ep=1", *words]) == 0
+    out = capsys.readouterr().out
+    assert ("grouped, block_us: defaults" in out) == ("model=llama3_70b" in words)
+    assert "read at 11,740,560" in out
+
+
 def test_products_that_wait_for_memory_say_nothing_of_the_matrix_rate(tmp_path: Path) -> None:
     """And those of another format neither."""
     bound = kernels(("4x16x512x512", 0.002), ("1x16x512x512", 0.002))
