@@ -18,9 +18,16 @@ from moe_engine.trainer import StepGradients, StepResult, Trainer
 
 
 def expert_gradient_times_ep(trainer: Trainer) -> None:
-    for named in trainer.named:
-        if named.expert:
-            named.parameter.register_hook(lambda grad: grad * trainer.groups.ep.size)
+    reduce_gradients = trainer.optimizer.reduce_gradients
+
+    def times_ep() -> None:
+        for named in trainer.named:
+            if named.expert:
+                assert named.parameter.grad is not None
+                named.parameter.grad.mul_(trainer.groups.ep.size)
+        reduce_gradients()
+
+    trainer.optimizer.reduce_gradients = times_ep  # type: ignore[method-assign]
 
 
 def tied_head_not_summed(trainer: Trainer) -> None:
