@@ -29,6 +29,7 @@ from torch import Tensor
 from moe_engine.ops.attention_order import runs_of
 from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, hidden, length, rows_of
 from moe_engine.ops.autocast import without_autocast
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.short_attention import is_short, short_attention
 from moe_engine.ops.visible import Visible
 
@@ -296,6 +297,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         return *attention_backward(grads[0], q, k, v, out, lse, ctx.visible, ctx.scale), None, None

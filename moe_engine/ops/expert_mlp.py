@@ -18,6 +18,7 @@ from moe_engine.ops import expert_walk
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.backend import kernels_of
 from moe_engine.ops.expert_walk import Counts, Gradients
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.permute import ExpertOrder, RowMap
 from moe_engine.ops.wgrad_queue import gradient_dtype
 
@@ -34,24 +35,27 @@ class _ExpertMLP(torch.autograd.Function):
         order: ExpertOrder,
         dtype: torch.dtype,
         backend: str,
+        recorded: bool,
     ) -> Tensor:
         ctx.kernels = kernels_of(backend, x, dtype)
         ctx.walks = backend in ("auto", "torch") and expert_walk.walks(x, up, down)
         run = expert_walk.forward if ctx.walks else functools.partial(_forward, ctx.kernels)
-        out, gate_up = run(x, up, down, weights, order.rows, order.counts, dtype, any(ctx.needs_input_grad))
+        keep = recorded and any(ctx.needs_input_grad)
+        out, gate_up = run(x, up, down, weights, order.rows, order.counts, dtype, keep)
         ctx.save_for_backward(x, up, down, weights, gate_up)
         ctx.rows, ctx.counts, ctx.grad_dtypes = order.rows, order.counts, (_gradient_dtype(up), _gradient_dtype(down))
         return out
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, weights, gate_up = ctx.saved_tensors
         needs_x, needs_up, needs_down, needs_weights, *_ = ctx.needs_input_grad
         run = expert_walk.backward if ctx.walks else functools.partial(_backward, ctx.kernels)
         needs = (needs_x, needs_up, needs_down)
         found = run(grads[0], x, up, down, weights, gate_up, ctx.rows, ctx.counts, needs, ctx.grad_dtypes)
-        return found.x, found.up, found.down, found.weights if needs_weights else None, None, None, None
+        return found.x, found.up, found.down, found.weights if needs_weights else None, None, None, None, None
 
 
 def _gradient_dtype(weight: Tensor) -> torch.dtype:
@@ -115,5 +119,5 @@ def expert_mlp(
     few experts at a time (`ops.expert_walk`). backend: whose kernels compute (`ops.backend`).
     """
     like, up, down = cast_operands(x[:0], up, down)
-    out: Tensor = _ExpertMLP.apply(x, up, down, weights, order, like.dtype, backend)
+    out: Tensor = _ExpertMLP.apply(x, up, down, weights, order, like.dtype, backend, torch.is_grad_enabled())
     return out

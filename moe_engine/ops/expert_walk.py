@@ -144,11 +144,12 @@ class _Scratch:
 
     def __init__(self, call: _Call, runs: list[_Run], backward: bool = False) -> None:
         rows = max(run.experts[-1].filled - run.start for run in runs)
-        self.rows = torch.zeros(rows, call.dim, dtype=call.compute)
-        self.first = torch.zeros(rows, call.width, dtype=call.dtype)
-        self.hidden = torch.zeros(rows, call.hidden, dtype=call.dtype)
+        device = call.source.device
+        self.rows = torch.zeros(rows, call.dim, dtype=call.compute, device=device)
+        self.first = torch.zeros(rows, call.width, dtype=call.dtype, device=device)
+        self.hidden = torch.zeros(rows, call.hidden, dtype=call.dtype, device=device)
         self.activation = swiglu_scratch(self.first, 3)
-        self.d_hidden = torch.zeros(rows if backward else 0, call.hidden, dtype=call.dtype)
+        self.d_hidden = torch.zeros(rows if backward else 0, call.hidden, dtype=call.dtype, device=device)
 
 
 def forward(

@@ -45,13 +45,18 @@ class _Kept:
                 memory = self.returned.popleft()
                 self.in_use -= len(memory)
                 self.free.append(memory)
-            self.in_use += size
-            self.most_in_use = max(self.most_in_use, self.in_use)
             found = next((i for i in reversed(range(len(self.free))) if len(self.free[i]) == size), None)
             memory = _new_memory(size) if found is None else self.free.pop(found)
+            self.in_use += size
+            self.most_in_use = max(self.most_in_use, self.in_use)
             while self.in_use + sum(map(len, self.free)) > self.most_in_use:
                 self.free.pop(0)
             return memory
+
+    def drop(self) -> None:
+        """Keep nothing of what is free."""
+        with self.lock:
+            self.free.clear()
 
     def give_back(self, memory: mmap.mmap) -> None:
         with contextlib.suppress(OSError):  # an old system: it stays taken
@@ -78,7 +83,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu" or size < LEAST_BYTES or not _CAN_KEEP:
         return torch.empty(shape, dtype=dtype, device=device)
     kept = _kept()
-    memory = kept.take(-(-size // HUGE_PAGE) * HUGE_PAGE)
+    try:
+        memory = kept.take(-(-size // HUGE_PAGE) * HUGE_PAGE)
+    except OSError:  # the system has no more
+        kept.drop()
+        return torch.empty(shape, dtype=dtype, device=device)
     view = memoryview(memory)  # lives as long as the tensor's storage does
     weakref.finalize(view, kept.give_back, memory).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).view(shape)

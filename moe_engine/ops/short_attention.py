@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, heads_at_once, hidden, rows_of
 from moe_engine.ops.autocast import without_autocast
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.rotary import Turn
 from moe_engine.ops.visible import KEY_TILE, Visible
 
@@ -222,6 +223,7 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (q, k, v), kept = _saved(ctx, 3)
         d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -252,6 +254,7 @@ class _LatentAttention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (q, kv, k_rope), kept = _saved(ctx, 3)
         turn: Turn = ctx.turn

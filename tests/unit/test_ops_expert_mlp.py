@@ -126,3 +126,29 @@ def test_no_product_reaches_rows_of_another_thread(
         for run in runs:
             for expert in run.experts:
                 assert (expert.filled if expert.beyond else expert.stop) <= runs[-1].stop
+
+
+def test_where_the_system_has_no_memory_torch_says_so_and_nothing_is_counted() -> None:
+    kept = fresh_memory._kept()
+    before = kept.most_in_use
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        fresh_memory.empty((1 << 50,), torch.uint8, CPU)
+    assert kept.most_in_use == before and not kept.free
+
+
+def test_nothing_is_kept_for_a_backward_that_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    forward = expert_walk.forward
+
+    def spy(*args: Any) -> Any:
+        result = forward(*args)
+        kept.append(result[1] is not None)
+        return result
+
+    monkeypatch.setattr(expert_walk, "forward", spy)
+    order = order_by_expert(torch.tensor([[0], [1]], dtype=torch.int32), 2)
+    x, up, down = torch.ones(2, 8), torch.ones(2, 8, 8).requires_grad_(), torch.ones(2, 8, 4)
+    with torch.no_grad(), torch.device("meta"):  # what somebody makes by default elsewhere is no concern of rows here
+        alone = expert_mlp.expert_mlp(x, up, down, torch.ones(2, device="cpu"), order)
+    assert torch.equal(expert_mlp.expert_mlp(x, up, down, torch.ones(2), order), alone)
+    assert kept == [False, True]

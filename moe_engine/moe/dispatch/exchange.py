@@ -21,6 +21,7 @@ from moe_engine.moe.dispatch.links import Journey, Links
 from moe_engine.moe.dispatch.nvshmem import plan_nvshmem
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.coded import CodedGradient, numbers, stand_in
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.fp8 import Codes
 from moe_engine.ops.permute import permute, permute_stand_in, unpermute
 from moe_engine.ops.row_bytes import codes_of, encode
@@ -233,6 +234,7 @@ class _Dispatch(torch.autograd.Function):
         return came.view_as(came), arrived.view_as(arrived)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         d_x, d_weights = dispatch_backward_start(grads[0], grads[1], ctx.handle).wait()
         return d_x, d_weights, None, None, None
@@ -248,5 +250,6 @@ class _Combine(torch.autograd.Function):
         return pending.sent.wait()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return combine_backward_start(grads[0], ctx.handle).wait(), None

@@ -1,0 +1,49 @@
+"""A second derivative through an op that has none is an error, never a number without that op's part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.moe.dispatch import exchange
+from moe_engine.ops.attention import attention
+from moe_engine.ops.expert_mlp import expert_mlp
+from moe_engine.ops.permute import order_by_expert
+from moe_engine.ops.visible import whole_rows
+
+
+def _attention(x: Tensor) -> Tensor:
+    q = x.view(1, -1, 1, 4)
+    return attention(q, q, q, whole_rows(q.shape[1]), 0.5)
+
+
+def _experts(x: Tensor) -> Tensor:
+    x = x.view(-1, 8)
+    order = order_by_expert(torch.arange(len(x), dtype=torch.int32)[:, None] % 2, 2)
+    return expert_mlp(x, x[:8].expand(2, 8, 8), x[:4].T.expand(2, 8, 4), torch.ones(len(x)), order)
+
+
+def _combined(x: Tensor) -> Tensor:
+    done: Any = SimpleNamespace(wait=lambda: x.detach() * 2)
+    return exchange.combine_arrive(exchange.PendingCombine(x, SimpleNamespace(), done))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("function", [_attention, _experts, _combined])
+@pytest.mark.parametrize("numbers", [64, 2400])
+@pytest.mark.parametrize("linear", [True, False])
+def test_second_derivatives_are_refused(
+    function: Any, numbers: int, linear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "combine_backward_start", lambda d, handle: SimpleNamespace(wait=lambda: d * 2))
+    x = torch.randn(numbers, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = function(x)
+    loss = out.sum() if linear else out.square().sum()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.equal(grad, expected)
+    with pytest.raises(RuntimeError, match="twice"):
+        (grad.square().sum() + out.sum()).backward()
