@@ -15,13 +15,14 @@ import torch
 T = TypeVar("T")
 
 
-def share_out(work: Callable[[Sequence[T]], None], pieces: Sequence[T]) -> None:
+def share_out(work: Callable[[Sequence[T]], None], pieces: Sequence[T], alone: bool = False) -> None:
     """`work(some of the pieces)` on each of torch's threads, this one included; returns when all are done.
 
     Piece i goes to thread i mod n. Nothing is recorded by autograd. Inside, torch has one thread. An exception in any
-    thread is raised here, when all have ended.
+    thread is raised here, when all have ended. alone: this thread does all, as it must where there is a device, to
+    whose current stream other threads would not add.
     """
-    count = min(torch.get_num_threads(), len(pieces))  # asking also makes the setting this thread's own
+    count = 1 if alone else min(torch.get_num_threads(), len(pieces))  # asking also makes the setting this thread's own
     if count <= 1:
         with torch.no_grad():
             work(pieces)
@@ -37,11 +38,13 @@ def share_out(work: Callable[[Sequence[T]], None], pieces: Sequence[T]) -> None:
             failures.append(error)
 
     others = [threading.Thread(target=run, args=(first,)) for first in range(1, count)]
-    for thread in others:
-        thread.start()
-    run(0)
-    for thread in others:
-        thread.join()
-    torch.set_num_threads(before)
+    try:
+        for thread in others:
+            thread.start()
+        run(0)
+        for thread in others:
+            thread.join()
+    finally:  # also where somebody interrupts the wait
+        torch.set_num_threads(before)
     if failures:
         raise failures[0]

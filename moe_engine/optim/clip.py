@@ -94,7 +94,7 @@ class GradientNorm:
                 squares.copy_(block).square_()
                 torch.sum(of_chunks, dim=1, out=to)
 
-        share_out(work, pieces)
+        share_out(work, pieces, alone=self.device.type != "cpu")
         return found
 
     def _largest(self, gradients: Sequence[Tensor], sums: Sequence[Tensor | None]) -> list[float]:

@@ -188,7 +188,8 @@ class _Bucket:
                 )
                 values.copy_(master)
 
-        share_out(work, list(zip(*(x.split(size) for x in flat), strict=True)))
+        blocks = list(zip(*(x.split(size) for x in flat), strict=True))
+        share_out(work, blocks, alone=device.type != "cpu")
 
     def follow_master(self) -> None:
         """Set the whole parameters from the masters of all sharers."""

@@ -39,6 +39,20 @@ def test_pieces_threads_and_failures() -> None:
         else:
             raise AssertionError("no failure")
         share_out(work, [])
+        threads.clear()
+        share_out(work, range(10), alone=True)
+        assert threads == {("MainThread", 3, False)}
+        join = threading.Thread.join
+        def interrupted(thread):
+            join(thread)
+            raise KeyboardInterrupt
+        threading.Thread.join = interrupted
+        try:
+            share_out(work, range(10))
+        except KeyboardInterrupt:
+            assert torch.get_num_threads() == 3
+        else:
+            raise AssertionError("no interrupt")
     """)
 
 
