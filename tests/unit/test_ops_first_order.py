@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.moe.dispatch import exchange
+from moe_engine.moe.dispatch.further import further_rows
 from moe_engine.ops.attention import attention
 from moe_engine.ops.expert_mlp import expert_mlp
 from moe_engine.ops.permute import order_by_expert
@@ -32,7 +33,15 @@ def _combined(x: Tensor) -> Tensor:
     return exchange.combine_arrive(exchange.PendingCombine(x, SimpleNamespace(), done))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("function", [_attention, _experts, _combined])
+def _further(x: Tensor) -> Tensor:
+    handle: Any = SimpleNamespace(sent=SimpleNamespace(splits=[len(x)]))
+    handle.rounds, handle.num_rounds = SimpleNamespace(start=lambda number: handle), 2
+    rows = further_rows(x, x[:1], handle, lambda handle, x, weights: x * x + weights, [])
+    assert rows is not None
+    return rows
+
+
+@pytest.mark.parametrize("function", [_attention, _experts, _combined, _further])
 @pytest.mark.parametrize("numbers", [64, 2400])
 @pytest.mark.parametrize("linear", [True, False])
 def test_second_derivatives_are_refused(

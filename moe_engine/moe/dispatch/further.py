@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.moe.dispatch.rows import RowPlan, plan_rows
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.permute import RowMap
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class _Further(torch.autograd.Function):
         return torch.cat([exchange(handle, x, weights) for handle in handles])
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
         inputs = (x, weights, *ctx.parameters)
