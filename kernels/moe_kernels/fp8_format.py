@@ -36,7 +36,7 @@ def scale_of(amax: torch.Tensor, smallest_amax: float, power_of_two: bool) -> to
 
 def zero_scale(smallest_amax: float, power_of_two: bool) -> float:
     """The scale of a tile of zeros."""
-    return scale_of(torch.zeros(1), smallest_amax, power_of_two).item()
+    return scale_of(torch.zeros(1, dtype=torch.float32, device="cpu"), smallest_amax, power_of_two).item()
 
 
 def blocks(size: int) -> int:

@@ -260,3 +260,24 @@ def test_rows_of_a_weight_have_their_part_of_its_codes() -> None:
     assert calc_diff(part_of_x.grad, expected) < 1e-5
     with pytest.raises(ValueError, match="rows 64 to 384 do not lie between borders of blocks of 128"):
         Fp8Rows(fp8, leaf, slice(64, 384))
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_what_tensors_are_made_by_default_changes_no_bit(wgrad: str) -> None:
+    experts, rows = experts_and_rows()
+    use_fp8(experts, Fp8(wgrad, keep=False))
+    d_out, inputs = randn(80, 136, seed=9), (rows.x, rows.weights, *experts.parameters())
+
+    def results() -> list[Tensor]:
+        out = experts(rows)
+        return [out, *torch.autograd.grad(out, inputs, d_out)]
+
+    expected = results()
+    try:
+        for dtype in (BF16, torch.float64):
+            torch.set_default_dtype(dtype)
+            with torch.device("meta"):
+                found = results()
+            assert_same_bits(found, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

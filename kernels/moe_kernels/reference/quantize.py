@@ -45,7 +45,7 @@ def _quantize_bf16_part(x: Tensor, codes: Tensor, scale: Tensor, smallest_amax: 
     # Rounded up, a scale leaves nothing beyond the largest code.
     inverse = factors.reciprocal_()[..., None]
     tiles, code_tiles = (t.unflatten(1, (-1, BLOCK)) for t in (x, codes))  # [r, D/128, 128]
-    scratch = torch.empty(block_rows(x), *tiles.shape[1:])  # one for all: memory made anew is slow
+    scratch = inverse.new_empty(block_rows(x), *tiles.shape[1:])  # one for all: memory made anew is slow
     for part in row_blocks(x):
         wide = torch.mul(tiles[part], inverse[part], out=scratch[: part.stop - part.start])
         code_tiles[part] = wide
@@ -123,7 +123,7 @@ def quantize_rows_and_columns(
     """
     counts = as_list(counts)
     codes, scale = quantize_rows(x, smallest_amax, power_of_two)
-    codes[sum(counts) :] = torch.zeros((), dtype=CODE)
+    codes[sum(counts) :] = codes.new_zeros(())
     scale[:, sum(counts) :] = zero_scale(smallest_amax, power_of_two)
     return codes, scale, *quantize_columns(x, counts, smallest_amax, power_of_two)
 
@@ -218,8 +218,8 @@ def _widen(codes: Tensor) -> Tensor:
     """fp32 values of fp8 codes, by a table: on CPUs three times as fast as torch's conversion."""
     if codes.device.type != "cpu":
         return codes.float()
-    table = torch.arange(256, dtype=torch.uint8).view(CODE).float()
-    values = torch.empty(codes.shape)
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(CODE).float()
+    values = table.new_empty(codes.shape)
     rows, numbers = values.view(-1, values.shape[-1]), codes.view(torch.uint8).reshape(-1, codes.shape[-1])
     for part in row_blocks(rows):
         index = numbers[part].to(torch.int32, memory_format=torch.contiguous_format)
@@ -235,7 +235,7 @@ def _are_powers_of_two(scale: Tensor) -> bool:
 @functools.cache
 def _pairs() -> Tensor:
     """What each two codes that lie together stand for, as the bits of two numbers in bf16: [65536] int32."""
-    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(CODE)
+    codes = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16).view(CODE)
     return codes.bfloat16().view(torch.int32)
 
 
@@ -243,8 +243,8 @@ def _decode_pairs(codes: Tensor, scale: Tensor) -> Tensor:
     """bf16 numbers [R, D] of fp8 codes, two at once, times scale [R, ceil(D/128)] in bf16."""
     if codes.stride(1) != 1 or codes.stride(0) % 2 or codes.storage_offset() % 2:
         codes = codes.contiguous()
-    pairs, out = codes.view(torch.uint16), torch.empty(codes.shape, dtype=torch.bfloat16)
-    scratch = torch.empty(block_rows(codes), codes.shape[1] // 2, dtype=torch.int32)
+    pairs, out = codes.view(torch.uint16), codes.new_empty(codes.shape, dtype=torch.bfloat16)
+    scratch = codes.new_empty(block_rows(codes), codes.shape[1] // 2, dtype=torch.int32)
     for part in row_blocks(codes):
         index = scratch[: part.stop - part.start].copy_(pairs[part])
         torch.index_select(_pairs(), 0, index.view(-1), out=out[part].view(torch.int32).view(-1))
