@@ -82,9 +82,10 @@ class Visible:
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` gives, made the first time that `key` is asked for."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
+        known = self._made  # asked for once: a thread that asks for the first time, too, may put another in its place
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
         return found
 
     def _steps(self, block: int) -> list[list[Step]]:
@@ -143,8 +144,9 @@ class Visible:
         # On the diagonal of plain causal rows all masks are alike.
         place = (keys.start - queries.start,) if self.whole_causal else (row, queries.start, keys.start)
         key = (*place, queries.stop - queries.start, keys.stop - keys.start, dtype)
-        if key in self._masks:
-            return self._masks[key]
+        known = self._masks  # see `once`
+        if key in known:
+            return known[key]
         hidden = torch.zeros((), dtype=torch.bool, device=self.q_places.device)
         if self.causal:
             hidden = self.k_places[keys] > self.q_places[queries, None]
@@ -155,8 +157,8 @@ class Visible:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
         # As many as the edges of a few documents have: memory must stay linear in the length.
         rows = 1 if self.q_documents is None else self.q_documents.shape[0]
-        if len(self._masks) < 4 * rows * (1 + self.q_places.numel() // (queries.stop - queries.start)):
-            self._masks[key] = mask
+        if len(known) < 4 * rows * (1 + self.q_places.numel() // (queries.stop - queries.start)):
+            known[key] = mask
         return mask
 
     @cached_property

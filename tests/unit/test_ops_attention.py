@@ -339,3 +339,16 @@ def test_every_shape_of_edge() -> None:
         torch.testing.assert_close(out, expected_out, rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(lse.exp(), expected_lse.exp(), rtol=1e-11, atol=1e-12)
         assert all(bool(x.isfinite().all()) for x in attention_backward(d_out, q, k, v, out, lse, visible, 0.3))
+
+
+def test_what_threads_keep_may_be_replaced_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = whole_rows(64)
+    (step,) = visible.steps_of(0)
+    mask = visible.mask(0, step, torch.float32)
+    known = visible._masks
+    for name in ("_masks", "_made"):
+        asked = iter([getattr(visible, name)])
+        monkeypatch.setattr(Visible, name, property(lambda _, asked=asked: next(asked, {})))
+        found = visible.mask(0, step, torch.float32) if name == "_masks" else visible.steps_of(0)[0]
+        assert found is (mask if name == "_masks" else step)
+    assert mask in known.values()
