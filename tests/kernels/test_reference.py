@@ -183,7 +183,7 @@ def test_swiglu_rows_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
 def test_products_that_a_cpu_has_no_instructions_for_run_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for has_tiles, expected in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setitem(wide._TILES, torch.bfloat16, lambda has_tiles=has_tiles: has_tiles)
+        monkeypatch.setitem(wide._HAS_TILES, torch.bfloat16, has_tiles)
         assert moe_kernels.matmul_dtype(torch.bfloat16, cpu) == expected
         assert moe_kernels.matmul_dtype(torch.float32, cpu) == torch.float32
         assert moe_kernels.matmul_dtype(torch.float64, cpu) == torch.float64

@@ -30,6 +30,7 @@ def test_importing_the_layer_loads_nothing_of_the_engine_above_it() -> None:
         "moe_engine",
         *(f"moe_engine.{room}" for room in ("config", "distributed", "layout", "moe", "ops", "planner")),
     }
+    assert not added & {"torch._dynamo", "torch._inductor"}  # half a second, and Triton
     assert {name for name in added if name.startswith("moe_engine")} == ours
     assert not {name.partition(".")[0] for name in added} & {
         "hydra",

@@ -24,14 +24,8 @@ BLOCK_ELEMENTS = 1 << 16
 SWIGLU_ELEMENTS = {torch.float32: 1 << 18, torch.float64: 1 << 17, torch.bfloat16: 1 << 17, torch.float16: 1 << 17}
 
 
-# Whether the CPU has tile instructions for a 16-bit format.
-_TILES = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
-
-
-@torch.compiler.assume_constant_result  # torch's question cannot be traced
-def _has_tiles(dtype: torch.dtype) -> bool:
-    found: bool = _TILES[dtype]()
-    return found
+# Whether the CPU has tile instructions for a 16-bit format: asked here, as a compiled graph cannot ask.
+_HAS_TILES = {torch.bfloat16: torch.cpu._is_amx_tile_supported(), torch.float16: torch.cpu._is_amx_fp16_supported()}
 
 
 def product_rows(rows: int) -> int:
@@ -50,7 +44,7 @@ def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     Without, bf16 runs at half of the fp32 rate with AVX-512 BF16 (80 against 155 GFLOP/s a core measured) and at a
     tenth or less with AVX2: there 16-bit operands are widened, multiplied in fp32 and rounded once.
     """
-    if device.type == "cpu" and dtype in _TILES and not _has_tiles(dtype):
+    if device.type == "cpu" and not _HAS_TILES.get(dtype, True):
         return torch.float32
     return dtype
 
