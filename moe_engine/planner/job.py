@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moe_engine.config.schema import Config
+from moe_engine.config.schema import Config, moe_layer_config
 from moe_engine.layout import Layout, Placement, stages_of
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.stages import Cut
 from moe_engine.planner.strategy import Precision, Strategy, recomputed_parts
-from moe_engine.planner.symmetric import windows_of
+from moe_engine.planner.symmetric import WindowSizes, window_sizes
 from moe_engine.schedule import schedules
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -56,6 +56,15 @@ def cut_of(config: Config) -> Cut:
         ),
     )
     return Cut(architecture(config.model), strategy, placement_of(config))
+
+
+def windows_of(config: Config) -> WindowSizes | None:
+    """The windows of a rank of a resolved job; None where it needs none."""
+    ep, train = config.parallel.ep, config.train
+    if config.moe.dispatch != "nvshmem" or ep == 1:
+        return None
+    layer, tokens = moe_layer_config(config.model, config.moe), train.micro_batch * train.seq_len // config.parallel.cp
+    return window_sizes(layer, ep, tokens, _BYTES[config.precision.compute], config.moe.recv_capacity)
 
 
 def _on_node(config: Config) -> int:

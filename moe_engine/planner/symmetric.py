@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
+from moe_engine.config.schema import MoEConfig
 from moe_engine.planner.strategy import TILE
 
 ALIGNMENT = 128  # bytes
 NOTE_BYTES = 16
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def window_bytes(half: int, ranks: int) -> int:
@@ -67,12 +66,3 @@ def window_sizes(config: MoEConfig, ranks: int, tokens: int, number: int, capaci
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def windows_of(config: Config) -> WindowSizes | None:
-    """The windows of a rank of a resolved job; None where it needs none."""
-    ep, train = config.parallel.ep, config.train
-    if config.moe.dispatch != "nvshmem" or ep == 1:
-        return None
-    layer, tokens = moe_layer_config(config.model, config.moe), train.micro_batch * train.seq_len // config.parallel.cp
-    return window_sizes(layer, ep, tokens, _BYTES[config.precision.compute], config.moe.recv_capacity)

@@ -19,9 +19,8 @@ from moe_engine.dryrun.run import dry_run
 from moe_engine.moe.dispatch import open_windows
 from moe_engine.ops.row_bytes import row_bytes
 from moe_engine.planner.collectives import step_bytes
-from moe_engine.planner.job import cut_of
+from moe_engine.planner.job import cut_of, windows_of
 from moe_engine.planner.memory import rank_memory
-from moe_engine.planner.symmetric import windows_of
 
 MINI = "model=mini_v3 parallel.dp=4 parallel.ep=4 train.global_batch=4 train.micro_batch=1 train.seq_len=512"
 
