@@ -7,14 +7,13 @@ tensor parallelism.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from moe_engine.layout import aligned
 from moe_engine.planner.engine_kept import heads_over_ranks
 from moe_engine.planner.routing import RowCounts, row_counts
 from moe_engine.planner.stages import Cut
-from moe_engine.planner.strategy import TILE
+from moe_engine.planner.strategy import coded_row_bytes
 from moe_engine.planner.travel import Travel, travel, travels
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind
@@ -155,11 +154,9 @@ def _exchanges(cut: Cut, rows: RowCounts, exact: bool) -> dict[str, int]:
 
 
 def _row_bytes(cut: Cut) -> tuple[int, int, int]:
-    """Bytes of a row, of a weight, and of a row to its experts (or the gradient of one that came back): in fp8 codes,
-    filled up to whole numbers of 4 bytes, and scales."""
+    """Bytes of a row, of a weight, and of a row to its experts (or the gradient of one that came back)."""
     dim, number = cut.model.dim, int(cut.strategy.precision.parameter)
-    codes = 4 * math.ceil(dim / 4) + 4 * math.ceil(dim / TILE)
-    return dim * number, max(4, number), codes if cut.strategy.wire_fp8 else dim * number
+    return dim * number, max(4, number), coded_row_bytes(dim) if cut.strategy.wire_fp8 else dim * number
 
 
 def _travelling(cut: Cut, found: Travel) -> dict[str, int]:

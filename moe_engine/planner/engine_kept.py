@@ -85,8 +85,8 @@ class Sizes:
     def rows(self) -> RowCounts:
         tokens, exact = round(self.tokens / self.along), self.strategy.dispatch == "expert"
         if self.travel is not None:
-            first = self.travel[0]
-            return RowCounts(self.strategy.layout.ep, first.sent, 0, first.received)
+            first, ep = self.travel.legs[0], self.strategy.layout.ep
+            return RowCounts(ep, first.sent, busiest=first.received // ep)
         return row_counts(self.model, tokens, self.strategy.layout.ep, self.load, exact).in_windows(
             self.strategy.windows
         )
@@ -97,7 +97,7 @@ class Sizes:
         if self.strategy.windows is not None:
             return self.strategy.windows.most_choices
         if self.travel is not None:
-            return self.travel[0].choices
+            return self.travel.legs[0].choices
         return self.tokens / self.along * self.model.top_k * (self.load if self.rows.ep > 1 else 1.0)
 
     @property

@@ -27,6 +27,11 @@ DISPATCH = ("expert", "rank", "node")
 TILE = 128  # numbers of one scale in fp8
 
 
+def coded_row_bytes(dim: int) -> int:
+    """Bytes of a row on its way in fp8: codes, filled up to whole numbers of 4 bytes, and scales."""
+    return -(-dim // 4) * 4 + 4 * -(-dim // TILE)
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bytes of each kind of number. compute: `bf16`, `fp8` or `fp4`, the format of matrix products (what is kept for

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.config.schema import MoEConfig
-from moe_engine.planner.strategy import TILE
+from moe_engine.planner.strategy import coded_row_bytes
 
 ALIGNMENT = 128  # bytes
 NOTE_BYTES = 16
@@ -58,8 +58,7 @@ def window_sizes(config: MoEConfig, ranks: int, tokens: int, number: int, capaci
     most_rows = min(most_choices, ranks * tokens * (at_one if exact else 1))
     sent = tokens * (config.top_k if exact else min(config.top_k, ranks))
     slots = (1 if exact else at_one) * (4 + max(4, number))  # an id and a weight each
-    codes = -(-config.dim // 4) * 4 + 4 * -(-config.dim // TILE)
-    row = max(config.dim * number, codes, slots)
+    row = max(config.dim * number, coded_row_bytes(config.dim), slots)
     bulk = _aligned(max(most_rows, sent) * row)
     return WindowSizes(ranks, sent, most_rows, most_choices, bulk, _aligned(ranks**2 * 8))
 

@@ -40,9 +40,6 @@ class Travel:
     node_slots: int = 0
     nodes: int = 0
 
-    def __getitem__(self, round_number: int) -> Leg:
-        return self.legs[round_number]
-
 
 def travels(strategy: Strategy) -> bool:
     """Whether rows are to be counted here."""
