@@ -93,8 +93,8 @@ def _descend(rows: _Rows, start: Efficiency, prior: Efficiency) -> tuple[float, 
     low, high = np.log(np.array([LIMITS[name] for name in NAMES])).T
     damping = 1e-3
     cost = _cost(rows, point, centre)
+    matrix, right = _normal_equations(rows, point, centre)
     for _ in range(ROUNDS):
-        matrix, right = _normal_equations(rows, point, centre)
         step = np.linalg.solve(matrix + damping * np.diag(1.0 + np.diag(matrix)), right)
         candidate = np.clip(point + step, low, high)
         new = _cost(rows, candidate, centre)
@@ -103,6 +103,7 @@ def _descend(rows: _Rows, start: Efficiency, prior: Efficiency) -> tuple[float, 
             point, cost, damping = candidate, new, damping / 4
             if converged:
                 break
+            matrix, right = _normal_equations(rows, point, centre)
         else:
             damping *= 8
     return cost, _efficiency(point)
