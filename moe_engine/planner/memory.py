@@ -17,7 +17,7 @@ from moe_engine.layout import StageSpec
 from moe_engine.planner import engine_kept
 from moe_engine.planner.activations import Kept, block_tensors, head_tensors, kept_bytes
 from moe_engine.planner.architecture import Architecture
-from moe_engine.planner.stages import Cut, Held
+from moe_engine.planner.stages import Cut, Held, block_names
 from moe_engine.planner.strategy import Precision, Strategy
 from moe_engine.schedule import schedules
 from moe_engine.schedule.action import Action, Kind, inputs
@@ -276,10 +276,7 @@ def _stage_needs(cut: Cut, keeping: str, load: float) -> list[tuple[list[dict[st
 
 def _kinds(cut: Cut, spec: StageSpec) -> list[tuple[bool, bool]]:
     """For each block of a stage, whether it has experts, and whether this engine computes it with codes."""
-    codes = [_in_codes(cut, f"layers.{index}") for index in spec.layers] + [cut.strategy.precision.codes] * len(
-        spec.mtp
-    )
-    return list(zip(cut.blocks(spec), codes, strict=True))
+    return [(cut.is_moe(part), _in_codes(cut, part)) for part in block_names(spec)]
 
 
 def _in_codes(cut: Cut, part: str) -> bool:

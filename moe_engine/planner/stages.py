@@ -48,7 +48,7 @@ class Cut:
 
     def _parts_of(self, stage: StageSpec) -> list[str]:
         names = ["embedding"] if stage.embedding else []
-        names += [f"layers.{i}" for i in stage.layers] + [f"mtp.{k}" for k in stage.mtp]
+        names += block_names(stage)
         names += ["norm"] if stage.head else []
         names += ["head"] if (stage.head or stage.mtp) and not self.model.tied_head else []
         return names
@@ -82,7 +82,12 @@ class Cut:
 
     def blocks(self, stage: StageSpec) -> list[bool]:
         """For each block of a stage, whether it has experts."""
-        return [self.is_moe(f"layers.{i}") for i in stage.layers] + [bool(self.model.num_experts) for _ in stage.mtp]
+        return [self.is_moe(part) for part in block_names(stage)]
+
+
+def block_names(stage: StageSpec) -> list[str]:
+    """Global names of a stage's blocks: its layers, then MTP modules."""
+    return [f"layers.{i}" for i in stage.layers] + [f"mtp.{k}" for k in stage.mtp]
 
 
 def cut(model: Architecture, strategy: Strategy) -> Cut:
@@ -109,8 +114,7 @@ def balanced(model: Architecture, num_stages: int, seq_len: int) -> tuple[int, .
     block = (model.forward_flops(seq_len) - heads) / blocks
     share = (blocks * block + heads) / num_stages
     last = max(0, round((share - heads) / block) - model.mtp_depth)
-    earlier, rest = num_stages - 1, model.num_layers - last
-    return (*(rest // earlier + (i < rest % earlier) for i in range(earlier)), last)
+    return tuple(_before(model, num_stages, last))
 
 
 def _even(model: Architecture, num_stages: int) -> list[int]:
@@ -118,5 +122,10 @@ def _even(model: Architecture, num_stages: int) -> list[int]:
     if num_stages == 1:
         return [model.num_layers]
     last = max((model.num_layers + model.mtp_depth) // num_stages - model.mtp_depth, 0)
+    return _before(model, num_stages, last)
+
+
+def _before(model: Architecture, num_stages: int, last: int) -> list[int]:
+    """Layers of each stage with `last` on the last one, the others as even as possible; earlier ones take the rest."""
     earlier, rest = num_stages - 1, model.num_layers - last
     return [rest // earlier + (i < rest % earlier) for i in range(earlier)] + [last]
