@@ -111,8 +111,7 @@ def run(words: list[str]) -> int:
     if config.dry_run:
         return _dry_run(config)
     asked = asked_of(config)
-    known, source = known_efficiency(config, asked.model, asked.strategy)
-    efficiency = efficiency_of(config.plan, known)
+    efficiency, source = efficiency_for(config, asked.model, asked.strategy)
     if config.search:
         return _search(config, asked, efficiency, source)
     found = answer(asked, efficiency)
@@ -134,9 +133,10 @@ def run(words: list[str]) -> int:
 def _dry_run(config: PlanConfig) -> int:
     from moe_engine.cli.plan_dry import job, run_dry
 
-    cut = cut_of(job(config))
-    known, source = known_efficiency(config, cut.model, cut.strategy)
-    tables, data, notes = run_dry(config, efficiency_of(config.plan, known))
+    asked = job(config)
+    cut = cut_of(asked)
+    efficiency, source = efficiency_for(config, cut.model, cut.strategy)
+    tables, data, notes = run_dry(config, asked, cut, efficiency)
     notes.append(f"efficiencies of planned times: {source}")
     _print(tables)
     for note in notes:
@@ -160,7 +160,13 @@ def asked_of(config: PlanConfig) -> Request:
     )
 
 
-def known_efficiency(config: PlanConfig, model: Architecture, strategy: Strategy) -> tuple[Efficiency, str]:
+def efficiency_for(config: PlanConfig, model: Architecture, strategy: Strategy) -> tuple[Efficiency, str]:
+    """Efficiencies as given, else as known for this job; and where those that are known come from."""
+    known, source = _known_efficiency(config, model, strategy)
+    return efficiency_of(config.plan, known), source
+
+
+def _known_efficiency(config: PlanConfig, model: Architecture, strategy: Strategy) -> tuple[Efficiency, str]:
     """Efficiencies, and where they come from: records of a machine that are given, at the sizes of this job; else those
     of the card, fitted on published runs or the defaults. Raises ConfigError naming a file that has none."""
     compute, given = precision_of(config.precision, config.plan).compute, Path(config.plan.efficiencies)

@@ -11,7 +11,6 @@ from moe_engine.config.strict import shown
 from moe_engine.config.validate import resolve, validate
 from moe_engine.planner.collectives import step_bytes
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
-from moe_engine.planner.job import cut_of
 from moe_engine.planner.memory import rank_memory
 from moe_engine.planner.report import Table
 from moe_engine.planner.request import PlanSection
@@ -69,9 +68,10 @@ def _unread(plan: PlanSection) -> list[str]:
     ]
 
 
-def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], dict[str, Any], list[str]]:
-    """The tables, the same as data, and notes."""
-    asked = job(config)
+def run_dry(
+    config: PlanConfig, asked: Config, cut: Cut, efficiency: Efficiency
+) -> tuple[list[Table], dict[str, Any], list[str]]:
+    """The tables, the same as data, and notes. asked, cut: the planned job (see `job`), and over its ranks."""
     import torch
 
     from moe_engine.dryrun import report
@@ -81,7 +81,6 @@ def run_dry(config: PlanConfig, efficiency: Efficiency) -> tuple[list[Table], di
     start = time.perf_counter()
     found = dry_run(asked, config.rank, config.plan.load)
     seconds = time.perf_counter() - start
-    cut = cut_of(asked)
     pp = cut.strategy.layout.coordinate(config.rank).pp
     memory = rank_memory(cut, "engine", config.plan.load)[pp]
     planned: dict[str, dict[str, float]] = {

@@ -80,11 +80,11 @@ def test_the_first_is_values_that_train_takes(tmp_path: Path, capsys: pytest.Cap
 
 def published(words: list[str]) -> searching.Result:
     """The search that `moe-engine plan` would do with these words."""
-    from moe_engine.cli.plan import PlanConfig, asked_of, known_efficiency
+    from moe_engine.cli.plan import PlanConfig, asked_of, efficiency_for
 
     config = load("plan", words, PlanConfig)
     asked = asked_of(config)
-    return search(asked, known_efficiency(config, asked.model, asked.strategy)[0])
+    return search(asked, efficiency_for(config, asked.model, asked.strategy)[0])
 
 
 @pytest.mark.slow
