@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moe_engine.config.load import to_yaml
 from moe_engine.config.routing import routing_mode
 from moe_engine.config.schema import Config, moe_layer_config
 from moe_engine.distributed.collectives import CollectiveLog
-from moe_engine.distributed.device import check_device, pair_sms, synchronizer
+from moe_engine.distributed.device import pair_sms, synchronizer
 from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.expert_load import ExpertLoads, load_figures
 from moe_engine.layout import Layout, Placement
@@ -34,11 +34,10 @@ from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import LossRule, Stage, mean_losses
 from moe_engine.moe.balance import update_expert_bias
 from moe_engine.moe.choices import ForcedChoices, RecordedChoices, Recorder, SkewedLoads
-from moe_engine.moe.dispatch import open_windows
+from moe_engine.moe.dispatch import with_windows
 from moe_engine.moe.layer import MoELayer
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.random import normal
-from moe_engine.ops.window import Window, start_nvshmem
 from moe_engine.optim.lr import learning_rate
 from moe_engine.optim.rebalance import Rearranged, Rebalancer
 from moe_engine.optim.zero import ZeroOptimizer
@@ -77,27 +76,6 @@ class StepResult:
     dropped_share: float | None  # of all choices, those that moe.capacity_factor dropped; None without it
     expert_loads: ExpertLoads
     rearranged: Rearranged | None  # where experts were due to move after this step
-
-
-def with_windows(config: Config, groups: Groups, device: torch.device, window: type[Window] = Window) -> Groups:
-    """With symmetric memory, where `moe.dispatch` needs it and it is not there yet; window: as in `open_windows`."""
-    if config.moe.dispatch != "nvshmem" or groups.ep.size == 1 or groups.ep_windows is not None:
-        return groups
-    if window is Window:
-        check_device(config, device)
-    runtime = start_nvshmem(groups.world, device) if window is Window else None
-    windows = open_windows(
-        moe_layer_config(config.model, config.moe),
-        config.train.micro_batch * config.train.seq_len // config.parallel.cp,
-        groups.ep,
-        runtime,
-        device,
-        capacity=config.moe.recv_capacity,
-        num_sms=config.moe.exchange_sms,
-        dtype=getattr(torch, config.precision.compute),
-        window=window,
-    )
-    return replace(groups, ep_windows=windows)
 
 
 class Trainer:

@@ -24,10 +24,11 @@ from moe_engine.layout import Layout, Placement, StageSpec
 from moe_engine.model.batch import Batch, Shard
 from moe_engine.model.names import NamedParameter, named_parameters
 from moe_engine.model.transformer import Stage
+from moe_engine.moe.dispatch import with_windows
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.choices import expert_choice
 from moe_engine.planner.job import placement_of
-from moe_engine.trainer import Connect, Trainer, with_windows
+from moe_engine.trainer import Connect, Trainer
 
 FAKED = (
     "numbers: floating-point tensors have sizes and no values; what they would decide is 0",

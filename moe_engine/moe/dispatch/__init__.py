@@ -47,7 +47,7 @@ from moe_engine.moe.dispatch.exchange import (
 from moe_engine.moe.dispatch.further import further_rows
 from moe_engine.moe.dispatch.handle import DispatchHandle
 from moe_engine.moe.dispatch.links import Links, Windows
-from moe_engine.moe.dispatch.nvshmem import open_windows
+from moe_engine.moe.dispatch.nvshmem import open_windows, with_windows
 
 __all__ = [
     "DispatchHandle",
@@ -69,4 +69,5 @@ __all__ = [
     "pack_rows",
     "plan",
     "sum_rows",
+    "with_windows",
 ]

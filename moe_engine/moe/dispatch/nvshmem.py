@@ -9,19 +9,21 @@ none puts a row, what arrives are numbers that are none (NaN), and `Windows` kee
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from moe_engine.config.schema import MoEConfig
+from moe_engine.config.schema import Config, MoEConfig, moe_layer_config
 from moe_engine.distributed.collectives import Communicator
+from moe_engine.distributed.device import check_device
+from moe_engine.distributed.groups import Groups
 from moe_engine.moe.dispatch.handle import DispatchHandle, Slots
 from moe_engine.moe.dispatch.links import Journey, Links, Windows, as_it_is
 from moe_engine.moe.dispatch.rows import join_slots, plan_rows, split_slots
 from moe_engine.moe.placement import ExpertPlacement
-from moe_engine.ops.window import Runtime, Way, Window
+from moe_engine.ops.window import Runtime, Way, Window, start_nvshmem
 from moe_engine.planner.symmetric import window_sizes
 
 
@@ -95,6 +97,30 @@ def open_windows(
     rows = window("rows", group, runtime, sizes.rows, num_sms, device)
     counts = window("counts", group, runtime, sizes.counts, 1, device)
     return Windows(rows, counts, sizes.most_rows, sizes.most_choices)
+
+
+def with_windows(
+    config: Config, groups: Groups, device: torch.device, window: Callable[..., Window] = Window
+) -> Groups:
+    """With symmetric memory, where `moe.dispatch` needs it and it is not there yet; window: as in `open_windows`."""
+    if config.moe.dispatch != "nvshmem" or groups.ep.size == 1 or groups.ep_windows is not None:
+        return groups
+    runtime = None
+    if window is Window:
+        check_device(config, device)
+        runtime = start_nvshmem(groups.world, device)
+    windows = open_windows(
+        moe_layer_config(config.model, config.moe),
+        config.train.micro_batch * config.train.seq_len // config.parallel.cp,
+        groups.ep,
+        runtime,
+        device,
+        capacity=config.moe.recv_capacity,
+        num_sms=config.moe.exchange_sms,
+        dtype=getattr(torch, config.precision.compute),
+        window=window,
+    )
+    return replace(groups, ep_windows=windows)
 
 
 @torch.no_grad()
