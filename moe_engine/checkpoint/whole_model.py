@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_engine.checkpoint.weights import fill_stages, open_weights
-from moe_engine.config.schema import ModelConfig, MoESection
+from moe_engine.config.model_rules import check_attention
+from moe_engine.config.rules import Rules
+from moe_engine.config.schema import Config, ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
 from moe_engine.model.attention import sequence_context
 from moe_engine.model.batch import Batch
@@ -28,7 +30,7 @@ class LanguageModel(nn.Module):
     """Tokens to logits. `config` is the model; `stage` has its parts (`stage.layers`, `stage.moe_layers()`).
 
     moe: how its MoE layers exchange, drop and balance, as section `moe` of a run. Parameters are left as they are, for
-    whoever fills them.
+    whoever fills them. Raises ConfigError for attention that the engine does not build, by name.
     """
 
     def __init__(
@@ -39,6 +41,9 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        rules = Rules(Config(model=config))
+        check_attention(rules)
+        rules.finish()
         self.config = config
         with torch.device(device or "cpu"):
             self.stage = Stage(split_stages(config, 1)[0], config, moe or MoESection(), None, dtype)

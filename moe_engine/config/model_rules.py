@@ -16,11 +16,9 @@ def check_model(rules: Rules) -> None:
     rules.at_least(0, *(f"model.{size}" for size in ("num_dense_layers", "mtp_depth", "init_std", "max_positions")))
     rules.positive(10000.0, "model.rope_theta")
     rules.positive(1e-6, "model.norm_eps")
-    rules.one_of("model.attention", ATTENTION)
     rules.one_of("model.rope_style", ROPE_STYLES)
     rules.one_of("model.rope_scaling", ROPE_SCALINGS)
-    if rules.sound("model.attention"):
-        (_check_latent if rules["model.attention"] == "mla" else _check_grouped)(rules)
+    check_attention(rules)
     if rules["model.rope_scaling"] == "yarn":
         _check_yarn(rules)
     if rules["model.vocab_size"] < BYTE_VOCABULARY:
@@ -35,6 +33,13 @@ def check_model(rules: Rules) -> None:
                 "model.num_dense_layers",
                 f"the model has model.num_layers={layers}; use model.num_dense_layers={layers} or less",
             )
+
+
+def check_attention(rules: Rules) -> None:
+    """Its sizes, and that it is built with what is asked for."""
+    rules.one_of("model.attention", ATTENTION)
+    if rules.sound("model.attention"):
+        (_check_latent if rules["model.attention"] == "mla" else _check_grouped)(rules)
 
 
 def check_length(rules: Rules) -> None:

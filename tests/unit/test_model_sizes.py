@@ -8,6 +8,8 @@ import pytest
 import torch
 from layout_cases import Case, config_of
 
+from moe_engine.checkpoint.whole_model import LanguageModel
+from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import choices, load
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
@@ -124,3 +126,12 @@ def test_names_are_those_of_the_contract() -> None:
     assert {name: tuple(shapes[name]) for name in expected} == expected
     attention, dense_mlp, moe = 2 + 7, 2, 1 + 2 + 2 * E  # with the block's two norms
     assert len(shapes) == 3 + (attention + dense_mlp) + 3 * (attention + moe) + (4 + attention + moe)
+
+
+@pytest.mark.parametrize(
+    "option", [{"attention_bias": True}, {"attention_out_bias": True}, {"attention_sinks": True}, {"sliding_window": 4}]
+)
+def test_a_whole_model_is_not_made_without_what_its_latent_attention_asks_for(option: dict[str, bool | int]) -> None:
+    (name,) = option
+    with pytest.raises(ConfigError, match=f"model.{name}=.* latent attention is built without it"):
+        LanguageModel(replace(ModelConfig(), **option), device="meta")
