@@ -73,13 +73,14 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
     """Angles and masks of a batch. Angles are computed in fp32 (fp64 for an fp64 model)."""
     wide = torch.promote_types(dtype, torch.float32)
     cos, sin = angles(batch.positions, model, wide)
+    documents = _documents(batch.document_ids, batch.token_mask)
 
     def with_window(window: int, near: SequenceContext | None) -> SequenceContext:
         return SequenceContext(
             shape=batch.shape,
             cos=cos,
             sin=sin,
-            visible=_visible(batch.document_ids, batch.token_mask, window),
+            visible=whole_rows(batch.document_ids.shape[1], documents, batch.document_ids.device, window),
             token_mask=None if batch.token_mask is None else batch.token_mask.reshape(-1),
             interleaved=model.rope_style == "interleaved",
             shared=None if batch.shard is None else SharedRows(batch.shard, window=window),
@@ -90,12 +91,12 @@ def sequence_context(batch: Batch, model: ModelConfig, dtype: torch.dtype) -> Se
     return with_window(0, with_window(window, None) if window else None)
 
 
-def _visible(document_ids: Tensor, token_mask: Tensor | None, window: int) -> Visible:
-    """Causal and within one document. Padding, wherever it stands, is a document of its own."""
+def _documents(document_ids: Tensor, token_mask: Tensor | None) -> Tensor | None:
+    """Those to tell apart, None where each row is one. Padding, wherever it stands, is a document of its own."""
     if token_mask is not None:
         document_ids = document_ids.where(token_mask, -1)
     one = bool((document_ids == document_ids[:, :1]).all())
-    return whole_rows(document_ids.shape[1], None if one else document_ids, document_ids.device, window)
+    return None if one else document_ids
 
 
 class Attention(nn.Module):
