@@ -259,6 +259,8 @@ def _by_heads(
     """Ulysses: whole rows of some heads on each rank."""
     size, H = cp.ranks.size, q.shape[2]
     own = H // size
+    if sinks is not None:
+        sinks = sinks[cp.ranks.rank * own : (cp.ranks.rank + 1) * own]
     to_ranks = [_heads_for_ranks(q, [range(rank * own, (rank + 1) * own) for rank in range(size)])]
     if isinstance(payload, KeysValues):
         served = H // payload.k.shape[2]  # query heads of each key-value head
@@ -270,8 +272,7 @@ def _by_heads(
         if sinks is None:
             y = core_attention(q_, k_, v_, rows.all_seen, scale)
         else:
-            own_sinks = sinks[cp.ranks.rank * own : (cp.ranks.rank + 1) * own]
-            y = sink_attention(q_, k_, v_, own_sinks, rows.all_seen, scale)
+            y = sink_attention(q_, k_, v_, sinks, rows.all_seen, scale)
     else:
         part = payload._replace(first=cp.ranks.rank * own, heads=own)
 
