@@ -173,7 +173,7 @@ class _Bucket:
             for master, exp_avg, exp_avg_sq, gradient, values in blocks:
                 gradient = gradient.to(dtype)
                 if scale != 1.0:
-                    gradient = torch.mul(gradient, scale, out=scaled if len(gradient) == size else None)
+                    gradient = torch.mul(gradient, scale, out=scaled[: len(gradient)])
                 adamw(
                     master,
                     exp_avg,
