@@ -8,7 +8,7 @@ may have to wait, and `recompute` decides what is kept.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from moe_engine.ops import expert_walk
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.backend import kernels_of
-from moe_engine.ops.expert_walk import Counts, Gradients
+from moe_engine.ops.expert_walk import Gradients, Operands
 from moe_engine.ops.first_order import first_order
-from moe_engine.ops.permute import ExpertOrder, RowMap
+from moe_engine.ops.permute import ExpertOrder
 from moe_engine.ops.wgrad_queue import gradient_dtype
 
 
@@ -39,11 +39,12 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         ctx.kernels = kernels_of(backend, x, dtype)
         ctx.walks = backend in ("auto", "torch") and expert_walk.walks(x, up, down)
-        run = expert_walk.forward if ctx.walks else functools.partial(_forward, ctx.kernels)
         keep = recorded and any(ctx.needs_input_grad)
-        out, gate_up = run(x, up, down, weights, order.rows, order.counts, dtype, keep)
+        operands = Operands(x, up, down, weights, order.rows, order.counts, dtype)
+        out, gate_up = expert_walk.forward(operands, keep) if ctx.walks else _forward(ctx.kernels, operands, keep)
         ctx.save_for_backward(x, up, down, weights, gate_up)
-        ctx.rows, ctx.counts, ctx.grad_dtypes = order.rows, order.counts, (_gradient_dtype(up), _gradient_dtype(down))
+        ctx.rows, ctx.counts, ctx.dtype = order.rows, order.counts, dtype
+        ctx.grad_dtypes = _gradient_dtype(up), _gradient_dtype(down)
         return out
 
     @staticmethod
@@ -51,10 +52,12 @@ class _ExpertMLP(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, weights, gate_up = ctx.saved_tensors
-        needs_x, needs_up, needs_down, needs_weights, *_ = ctx.needs_input_grad
-        run = expert_walk.backward if ctx.walks else functools.partial(_backward, ctx.kernels)
-        needs = (needs_x, needs_up, needs_down)
-        found = run(grads[0], x, up, down, weights, gate_up, ctx.rows, ctx.counts, needs, ctx.grad_dtypes)
+        operands = Operands(x, up, down, weights, ctx.rows, ctx.counts, ctx.dtype)
+        *needs, needs_weights = ctx.needs_input_grad[:4]
+        if ctx.walks:
+            found = expert_walk.backward(grads[0], operands, gate_up, needs, ctx.grad_dtypes)
+        else:
+            found = _backward(ctx.kernels, grads[0], operands, gate_up, needs)
         return found.x, found.up, found.down, found.weights if needs_weights else None, None, None, None, None
 
 
@@ -62,38 +65,18 @@ def _gradient_dtype(weight: Tensor) -> torch.dtype:
     return gradient_dtype(weight) if weight.is_leaf else weight.dtype
 
 
-def _forward(
-    kernels: Any,
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    rows: RowMap,
-    counts: Counts,
-    dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _forward(kernels: Any, operands: Operands, keep: bool) -> tuple[Tensor, Tensor | None]:
     """`expert_walk.forward`, an operator after the other."""
+    x, up, down, weights, rows, counts, dtype = operands
     gate_up = kernels.grouped_gemm(kernels.permute(x, rows.source).to(dtype), up.transpose(1, 2), counts)
     out = kernels.grouped_gemm(kernels.swiglu(gate_up, weights), down.transpose(1, 2), counts)
     return kernels.unpermute(out, rows.places), gate_up if keep else None
 
 
-def _backward(
-    kernels: Any,
-    d_out: Tensor,
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    rows: RowMap,
-    counts: Counts,
-    needs: tuple[bool, bool, bool],
-    grad_dtypes: tuple[torch.dtype, torch.dtype],
-) -> Gradients:
+def _backward(kernels: Any, d_out: Tensor, operands: Operands, gate_up: Tensor, needs: Sequence[bool]) -> Gradients:
     """`expert_walk.backward`, an operator after the other; autograd brings the gradients into their formats."""
-    dtype, (needs_x, needs_up, needs_down) = gate_up.dtype, needs
+    x, up, down, weights, rows, counts, dtype = operands
+    needs_x, needs_up, needs_down = needs
     d_x, d_up, d_down = None, None, None
     d_out = kernels.permute(d_out, rows.source)
     if needs_down:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ from moe_kernels.reference.wide import swiglu_backward_into, swiglu_into, swiglu
 Counts = Sequence[int] | Tensor  # rows of each expert
 
 CACHED_BYTES = 2 << 20  # of rows in all steps; what a core of a server has to itself
+
+
+class Operands(NamedTuple):
+    """Received rows x [R, D], the experts' up [e, 2F, D] and down [e, D, F], and what sorts rows by expert: `rows`, and
+    how many each expert has. weights [N]: of the sorted rows. dtype: of products and of what comes out."""
+
+    x: Tensor
+    up: Tensor
+    down: Tensor
+    weights: Tensor
+    rows: RowMap
+    counts: Counts
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -88,10 +102,11 @@ def _runs(experts: list[_Expert], most_rows: int) -> Iterator[_Run]:
 class _Call:
     """Shapes and formats of a call, its weights matrix by matrix, and who computes what."""
 
-    def __init__(self, x: Tensor, up: Tensor, down: Tensor, rows: RowMap, counts: Counts, dtype: torch.dtype) -> None:
-        self.dtype, self.compute = dtype, matmul_dtype(dtype, x.device)
-        (self.width, self.dim), self.hidden = up.shape[1:], down.shape[2]
-        self.source, self.counts = rows.source, counts.tolist() if isinstance(counts, Tensor) else counts
+    def __init__(self, operands: Operands) -> None:
+        self.dtype, self.compute = operands.dtype, matmul_dtype(operands.dtype, operands.x.device)
+        (self.width, self.dim), self.hidden = operands.up.shape[1:], operands.down.shape[2]
+        self.source, counts = operands.rows.source, operands.counts
+        self.counts = counts.tolist() if isinstance(counts, Tensor) else counts
         row_bytes = self.compute.itemsize * (self.dim + self.width + self.hidden)
         self.shares = _plan(self.counts, CACHED_BYTES // row_bytes)
 
@@ -152,21 +167,13 @@ class _Scratch:
         self.d_hidden = torch.zeros(rows if backward else 0, call.hidden, dtype=call.dtype, device=device)
 
 
-def forward(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    rows: RowMap,
-    counts: Counts,
-    dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The sums [R, D] in `dtype`, and the first projection [N, 2F] if it is to be kept."""
-    call = _Call(x, up, down, rows, counts, dtype)
+def forward(operands: Operands, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """The sums [R, D], and the first projection [N, 2F] if it is to be kept."""
+    x, up, down, weights, rows, *_ = operands
+    call = _Call(operands)
     ups, downs = up.transpose(1, 2).unbind(), down.transpose(1, 2).unbind()
-    out = call.rows_of_all(call.dim, dtype)
-    kept = call.rows_of_all(call.width, dtype) if keep else None
+    out = call.rows_of_all(call.dim, call.dtype)
+    kept = call.rows_of_all(call.width, call.dtype) if keep else None
 
     def work(shares: Sequence[list[_Run]]) -> None:
         for runs in shares:
@@ -199,18 +206,17 @@ class Gradients:
 
 def backward(
     d_out: Tensor,
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    weights: Tensor,
+    operands: Operands,
     gate_up: Tensor,
-    rows: RowMap,
-    counts: Counts,
     needs: Sequence[bool],
     grad_dtypes: Sequence[torch.dtype],
 ) -> Gradients:
-    """From the gradient of the sums, d_out [R, D]. needs: those of x, up, down; grad_dtypes: of up's and down's."""
-    call = _Call(x, up, down, rows, counts, gate_up.dtype)
+    """From the gradient of the sums, d_out [R, D], and the first projection.
+
+    needs: those of x, up, down; grad_dtypes: of up's and down's.
+    """
+    x, up, down, weights, rows, *_ = operands
+    call = _Call(operands)
     ups, downs = up.unbind(), down.unbind()
     needs_x, needs_up, needs_down = needs
     d_rows = call.rows_of_all(call.dim, call.dtype) if needs_x else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moe_kernels
 from moe_engine.ops import expert_mlp, expert_walk, fresh_memory
-from moe_engine.ops.expert_walk import Gradients
+from moe_engine.ops.expert_walk import Gradients, Operands
 from moe_engine.ops.permute import order_by_expert
 
 CPU = torch.device("cpu")
@@ -30,18 +30,23 @@ def run(path: Any, dtype: torch.dtype, x_dtype: torch.dtype, needs: tuple[bool, 
     up, down = numbers(7, 16, 24, dtype=dtype, seed=2), numbers(7, 24, 8, dtype=dtype, seed=3)
     weights = numbers(len(order.slots), dtype=torch.promote_types(dtype, torch.float32), seed=4)
     forward, backward = path
-    out, gate_up = forward(x, up, down, weights, order.rows, order.counts, dtype, True)
-    alone, nothing = forward(x, up, down, weights, order.rows, order.counts, dtype, False)
+    operands = Operands(x, up, down, weights, order.rows, order.counts, dtype)
+    out, gate_up = forward(operands, True)
+    alone, nothing = forward(operands, False)
     assert nothing is None and torch.equal(alone, out)
-    formats = (torch.float32 if dtype == torch.bfloat16 else dtype, dtype)
-    grads: Gradients = backward(d_out, x, up, down, weights, gate_up, order.rows, order.counts, needs, formats)
+    grads = backward(d_out, operands, gate_up, needs)
     found = [grads.x, grads.up, grads.down, grads.weights]
     assert [grad is not None for grad in found] == [*needs, True]
     return [out, gate_up, *(grad for grad in found if grad is not None)]
 
 
+def walk_back(d_out: Tensor, operands: Operands, gate_up: Tensor, needs: tuple[bool, ...]) -> Gradients:
+    wide = torch.float32 if operands.dtype == torch.bfloat16 else operands.dtype
+    return expert_walk.backward(d_out, operands, gate_up, needs, (wide, operands.dtype))
+
+
 PARTS = functools.partial(expert_mlp._forward, moe_kernels), functools.partial(expert_mlp._backward, moe_kernels)
-WALK = expert_walk.forward, expert_walk.backward
+WALK = expert_walk.forward, walk_back
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 20, 1000])
