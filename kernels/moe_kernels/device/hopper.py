@@ -17,7 +17,7 @@ operands before its first use on a device (`forms`).
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.tiles import multiprocessors
 from moe_kernels.device.tuning import Tile, Variant
@@ -169,6 +170,11 @@ def paired(columns: int, tile: Tile, num_sms: int | None) -> bool:
     return MULTICAST and triton.cdiv(columns, tile.columns) % 2 == 0 and (num_sms is None or num_sms > 1)
 
 
+def ctas_of(columns: int, tile: Tile, num_sms: int | None, pairs: bool | None) -> int:
+    """Multiprocessors of a program. pairs: as somebody wants it; None: two where that fits."""
+    return 2 if (paired(columns, tile, num_sms) if pairs is None else pairs) else 1
+
+
 def grid(tiles: int, ctas: int, num_sms: int | None, device: torch.device) -> tuple[int]:
     """Programs to start for at most so many tiles of a program; one of a pair is on two multiprocessors."""
     return (max(1, min(tiles, (num_sms or multiprocessors(device)) // ctas)),)
@@ -196,14 +202,32 @@ def barrier_layouts(ctas: int) -> dict[str, Any]:
     return {"CTAS": 2, "EACH": mbarrier.MBarrierLayout([[1]]), "FIRST": mbarrier.MBarrierLayout([[0]])}
 
 
-def shared_layout(block: list[int], dtype: Any, cut: list[int] | None = None) -> gl.NVMMASharedLayout:
-    """How a block lies in shared memory for bulk copies and tensor cores.
+class Copied(NamedTuple):
+    """The block of an operand that is copied at once.
 
     cut: in a pair; [0, 0]: both hold all of it, [1, 0]: each a half of its rows, [0, 1]: of its columns.
     """
-    return gl.NVMMASharedLayout.get_default_for(block, dtype, cga_layout=None if cut is None else [cut])
+
+    block: list[int]
+    cut: list[int] | None
+
+    def layout(self, dtype: Any) -> gl.NVMMASharedLayout:
+        """How it lies in shared memory for bulk copies and tensor cores."""
+        return gl.NVMMASharedLayout.get_default_for(
+            self.block, dtype, cga_layout=None if self.cut is None else [self.cut]
+        )
+
+    def descriptor(self, x: Tensor, dtype: Any) -> TensorDescriptor:
+        """Of a matrix of such blocks."""
+        return TensorDescriptor.from_tensor(x, self.block, self.layout(dtype))
+
+    def type(self, dtype: Any) -> str:
+        """The Triton type of that descriptor as an argument."""
+        return f"tensordesc<{dtype.name}{self.block},{self.layout(dtype)!r}>"
 
 
-def descriptor_type(block: list[int], dtype: Any, cut: list[int] | None = None) -> str:
-    """The Triton type of a tensor descriptor argument."""
-    return f"tensordesc<{dtype.name}{block},{shared_layout(block, dtype, cut)!r}>"
+def coded_blocks(tile: Tile, ctas: int) -> tuple[Copied, Copied]:
+    """Of both operands of a product of codes, whose sums run along rows: a pair shares the first one's blocks, and has
+    its own rows of the second one."""
+    cuts = ([0, 0], [1, 0]) if ctas == 2 else (None, None)
+    return Copied([GROUP_ROWS, tile.depth], cuts[0]), Copied([ctas * tile.columns, tile.depth], cuts[1])

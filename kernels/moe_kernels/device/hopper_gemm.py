@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
     GATHER_REGISTERS,
@@ -29,9 +28,10 @@ from moe_kernels.device.hopper import (
     GROUP_ROWS,
     MULTICAST,
     TYPES,
+    Copied,
     barrier_layouts,
     count_tiles,
-    descriptor_type,
+    ctas_of,
     difference,
     find_tile,
     gather_step,
@@ -39,10 +39,8 @@ from moe_kernels.device.hopper import (
     launch_options,
     load_shared_tile,
     load_tile,
-    paired,
     place_of,
     ring,
-    shared_layout,
     store_sources,
     stored_layout,
     sums_layout,
@@ -201,13 +199,11 @@ def hopper_gemm(
     rows, gathers = a.shape[0] if source is None else source.shape[0], source is not None
     groups, columns = stored.shape[0], stored.shape[1 if by_column else 2]
     out = torch.empty(rows, columns, dtype=a.dtype, device=a.device)
-    ctas = 2 if not gathers and (paired(columns, TILE, num_sms) if pairs is None else pairs) else 1
-    a_block, a_cut, b_block, b_cut = _blocks(by_column, ctas)
-    dtype = TYPES[a.dtype]
+    ctas = ctas_of(columns, TILE, num_sms, False if gathers else pairs)
+    (a_copied, b_copied), dtype = _blocks(by_column, ctas), TYPES[a.dtype]
     tiles = (triton.cdiv(rows, TILE.rows) + groups) * triton.cdiv(columns, ctas * TILE.columns)  # at least those there
     _hopper_gemm_kernel[grid(tiles, ctas, num_sms, a.device)](
-        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, dtype, a_cut)), a, source,
-        TensorDescriptor.from_tensor(stored.flatten(0, 1), b_block, shared_layout(b_block, dtype, b_cut)),
+        a_copied.descriptor(a, dtype), a, source, b_copied.descriptor(stored.flatten(0, 1), dtype),
         out, device_counts(counts, a.device, groups), rows, columns, a.shape[1], groups,
         **_constants(by_column, ctas, gathers), **launch_options(TILE, ctas),
     )  # fmt: skip
@@ -231,11 +227,12 @@ def compare(device: torch.device, plain: Callable[..., Tensor]) -> float:
     return worst
 
 
-def _blocks(by_column: bool, ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
-    """Of both operands the block of a copy, and how a pair shares it: all rows, its own columns."""
+def _blocks(by_column: bool, ctas: int) -> tuple[Copied, Copied]:
+    """Of both operands; a pair shares all rows, each has its own columns."""
     columns = ctas * TILE.columns
     block, cut = ([columns, TILE.depth], [1, 0]) if by_column else ([TILE.depth, columns], [0, 1])
-    return [GROUP_ROWS, TILE.depth], [0, 0] if ctas == 2 else None, block, cut if ctas == 2 else None
+    pair = ctas == 2
+    return Copied([GROUP_ROWS, TILE.depth], [0, 0] if pair else None), Copied(block, cut if pair else None)
 
 
 def variants() -> list[Variant]:
@@ -245,11 +242,11 @@ def variants() -> list[Variant]:
 
 
 def _variant(by_column: bool, ctas: int, gathers: bool) -> Variant:
-    a_block, a_cut, b_block, b_cut = _blocks(by_column, ctas)
+    a_copied, b_copied = _blocks(by_column, ctas)
     arguments = {
-        "a_desc": descriptor_type(a_block, gl.bfloat16, a_cut), "a_ptr": "*bf16",
+        "a_desc": a_copied.type(gl.bfloat16), "a_ptr": "*bf16",
         "source_ptr": "*i64" if gathers else "constexpr",
-        "b_desc": descriptor_type(b_block, gl.bfloat16, b_cut),
+        "b_desc": b_copied.type(gl.bfloat16),
         "out_ptr": "*bf16", "counts_ptr": "*i32", "rows": "i32", "columns": "i32", "depth": "i32", "num_groups": "i32",
     }  # fmt: skip
     way = " gather" if gathers else " pair" if ctas == 2 else ""

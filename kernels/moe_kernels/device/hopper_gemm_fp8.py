@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
     GATHER_REGISTERS,
@@ -29,8 +28,9 @@ from moe_kernels.device.hopper import (
     GROUP_ROWS,
     MULTICAST,
     barrier_layouts,
+    coded_blocks,
     count_tiles,
-    descriptor_type,
+    ctas_of,
     difference,
     find_tile,
     gather_step,
@@ -39,10 +39,8 @@ from moe_kernels.device.hopper import (
     layout_of,
     load_shared_tile,
     load_tile,
-    paired,
     place_of,
     ring,
-    shared_layout,
     store_sources,
     stored_layout,
     sums_layout,
@@ -208,12 +206,12 @@ def hopper_gemm_fp8(
     rows, (groups, columns, depth) = a.shape[0] if source is None else source.shape[0], b.shape
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
     gathers = source is not None
-    ctas = 2 if not gathers and (paired(columns, TILE, num_sms) if pairs is None else pairs) else 1
-    a_block, a_cut, b_block, b_cut = _blocks(ctas)
-    tiles = (triton.cdiv(rows, TILE.rows) + groups) * triton.cdiv(columns, b_block[0])  # at least those there are
+    ctas = ctas_of(columns, TILE, num_sms, False if gathers else pairs)
+    a_copied, b_copied = coded_blocks(TILE, ctas)
+    tiles = (triton.cdiv(rows, TILE.rows) + groups) * triton.cdiv(columns, ctas * TILE.columns)  # at least those there
     _hopper_gemm_fp8_kernel[grid(tiles, ctas, num_sms, a.device)](
-        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, gl.float8e4nv, a_cut)), a, source, a_scale,
-        TensorDescriptor.from_tensor(b.flatten(0, 1), b_block, shared_layout(b_block, gl.float8e4nv, b_cut)), b_scale,
+        a_copied.descriptor(a, gl.float8e4nv), a, source, a_scale,
+        b_copied.descriptor(b.flatten(0, 1), gl.float8e4nv), b_scale,
         out, device_counts(counts, a.device, groups), rows, a.shape[0], columns, depth, groups,
         **_constants(ctas, gathers), **launch_options(TILE, ctas),
     )  # fmt: skip
@@ -244,23 +242,17 @@ def variants() -> list[Variant]:
 
 
 def _variant(ctas: int, gathers: bool) -> Variant:
-    a_block, a_cut, b_block, b_cut = _blocks(ctas)
+    a_copied, b_copied = coded_blocks(TILE, ctas)
     arguments = {
-        "a_desc": descriptor_type(a_block, gl.float8e4nv, a_cut), "a_ptr": "*fp8e4nv",
+        "a_desc": a_copied.type(gl.float8e4nv), "a_ptr": "*fp8e4nv",
         "source_ptr": "*i64" if gathers else "constexpr", "a_scale_ptr": "*fp32",
-        "b_desc": descriptor_type(b_block, gl.float8e4nv, b_cut), "b_scale_ptr": "*fp32",
+        "b_desc": b_copied.type(gl.float8e4nv), "b_scale_ptr": "*fp32",
         "out_ptr": "*bf16", "counts_ptr": "*i32",
         "rows": "i32", "a_rows": "i32", "columns": "i32", "depth": "i32", "num_groups": "i32",
     }  # fmt: skip
     name = f"hopper_gemm_fp8{' gather' if gathers else ' pair' if ctas == 2 else ''}"
     constants = _constants(ctas, gathers) | ({} if gathers else {"source_ptr": None})
     return variant(name, _hopper_gemm_fp8_kernel, TILE, CONSUMERS, 1, arguments, constants, ctas)
-
-
-def _blocks(ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
-    """Of both operands the block of a copy, and how a pair shares it: all rows, its own columns."""
-    cuts = ([0, 0], [1, 0]) if ctas == 2 else (None, None)
-    return [GROUP_ROWS, BLOCK], cuts[0], [ctas * TILE.columns, BLOCK], cuts[1]
 
 
 def _constants(ctas: int, gathers: bool) -> dict[str, Any]:

@@ -15,23 +15,21 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
     GROUP_ROWS,
     MULTICAST,
     TYPES,
+    Copied,
     barrier_layouts,
-    descriptor_type,
+    ctas_of,
     difference,
     grid,
     group_rows,
     launch_options,
     load_shared_tile,
     load_tile,
-    paired,
     ring,
-    shared_layout,
     sums_layout,
     variant,
     wait_until_read,
@@ -183,15 +181,13 @@ def hopper_wgrad(
     """
     groups, d_columns, a_columns = grad.shape
     sizes = device_counts(counts, a.device, groups)
-    ctas = 2 if (paired(a_columns, TILE, num_sms) if pairs is None else pairs) else 1
-    (d_block, d_cut, a_block, a_cut), dtype = _blocks(ctas), TYPES[a.dtype]
-    d_layout, a_layout = shared_layout(d_block, dtype, d_cut), shared_layout(a_block, dtype, a_cut)
-    tiles = groups * triton.cdiv(d_columns, TILE.rows) * triton.cdiv(a_columns, a_block[1])
+    ctas = ctas_of(a_columns, TILE, num_sms, pairs)
+    (d_copied, a_copied), dtype = _blocks(ctas), TYPES[a.dtype]
+    tiles = groups * triton.cdiv(d_columns, TILE.rows) * triton.cdiv(a_columns, ctas * TILE.columns)
     _hopper_wgrad_kernel[grid(tiles, ctas, num_sms, a.device)](
-        TensorDescriptor.from_tensor(d_out, d_block, d_layout),
-        TensorDescriptor.from_tensor(a, a_block, a_layout),
-        TensorDescriptor.from_tensor(tails(d_out, sizes, TILE.depth), d_block, d_layout),
-        TensorDescriptor.from_tensor(tails(a, sizes, TILE.depth), a_block, a_layout),
+        d_copied.descriptor(d_out, dtype), a_copied.descriptor(a, dtype),
+        d_copied.descriptor(tails(d_out, sizes, TILE.depth), dtype),
+        a_copied.descriptor(tails(a, sizes, TILE.depth), dtype),
         grad, sizes, d_columns, a_columns, groups, **_constants(accumulate, ctas),
         **launch_options(TILE, ctas),
     )  # fmt: skip
@@ -220,15 +216,14 @@ def variants() -> list[Variant]:
     return [_variant(accumulate, ctas) for accumulate in (True, False) for ctas in [1] + [2] * MULTICAST]
 
 
-def _blocks(ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
-    """Of both operands the block of a copy, and how a pair shares it: all columns of d, its own of a."""
+def _blocks(ctas: int) -> tuple[Copied, Copied]:
+    """Of both operands; a pair shares all columns of d, each has its own of a."""
     cuts = ([0, 0], [0, 1]) if ctas == 2 else (None, None)
-    return [TILE.depth, GROUP_ROWS], cuts[0], [TILE.depth, ctas * TILE.columns], cuts[1]
+    return Copied([TILE.depth, GROUP_ROWS], cuts[0]), Copied([TILE.depth, ctas * TILE.columns], cuts[1])
 
 
 def _variant(accumulate: bool, ctas: int) -> Variant:
-    d_block, d_cut, a_block, a_cut = _blocks(ctas)
-    d_type, a_type = descriptor_type(d_block, gl.bfloat16, d_cut), descriptor_type(a_block, gl.bfloat16, a_cut)
+    d_type, a_type = (copied.type(gl.bfloat16) for copied in _blocks(ctas))
     arguments = {
         "d_desc": d_type, "a_desc": a_type, "d_tail_desc": d_type, "a_tail_desc": a_type,
         "out_ptr": "*fp32", "counts_ptr": "*i32", "d_columns": "i32", "a_columns": "i32", "num_groups": "i32",

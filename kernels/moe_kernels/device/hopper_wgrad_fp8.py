@@ -16,22 +16,20 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_kernels.device.hopper import (
     GROUP_ROWS,
     MULTICAST,
     barrier_layouts,
-    descriptor_type,
+    coded_blocks,
+    ctas_of,
     difference,
     grid,
     group_tiles,
     launch_options,
     load_shared_tile,
     load_tile,
-    paired,
     ring,
-    shared_layout,
     sums_layout,
     variant,
     wait_until_read,
@@ -160,12 +158,11 @@ def hopper_wgrad_fp8(
     pairs: whether multiprocessors share rows of `d_out` in pairs, for an even number of tiles; None: where that fits.
     """
     groups, d_rows, a_rows = grad.shape
-    ctas = 2 if (paired(a_rows, TILE, num_sms) if pairs is None else pairs) else 1
-    d_block, d_cut, a_block, a_cut = _blocks(ctas)
-    tiles = groups * triton.cdiv(d_rows, TILE.rows) * triton.cdiv(a_rows, a_block[0])
+    ctas = ctas_of(a_rows, TILE, num_sms, pairs)
+    d_copied, a_copied = coded_blocks(TILE, ctas)
+    tiles = groups * triton.cdiv(d_rows, TILE.rows) * triton.cdiv(a_rows, ctas * TILE.columns)
     _hopper_wgrad_fp8_kernel[grid(tiles, ctas, num_sms, a.device)](
-        TensorDescriptor.from_tensor(d_out, d_block, shared_layout(d_block, gl.float8e4nv, d_cut)), d_out_scale,
-        TensorDescriptor.from_tensor(a, a_block, shared_layout(a_block, gl.float8e4nv, a_cut)), a_scale,
+        d_copied.descriptor(d_out, gl.float8e4nv), d_out_scale, a_copied.descriptor(a, gl.float8e4nv), a_scale,
         grad, device_counts(counts, a.device, groups), d_rows, a_rows, groups,
         **_constants(accumulate, ctas), **launch_options(TILE, ctas),
     )  # fmt: skip
@@ -200,17 +197,11 @@ def variants() -> list[Variant]:
     return [_variant(accumulate, ctas) for accumulate in (True, False) for ctas in [1] + [2] * MULTICAST]
 
 
-def _blocks(ctas: int) -> tuple[list[int], list[int] | None, list[int], list[int] | None]:
-    """Of both operands the block of a copy, and how a pair shares it: all rows of d, its own of a."""
-    cuts = ([0, 0], [1, 0]) if ctas == 2 else (None, None)
-    return [GROUP_ROWS, BLOCK], cuts[0], [ctas * TILE.columns, BLOCK], cuts[1]
-
-
 def _variant(accumulate: bool, ctas: int) -> Variant:
-    d_block, d_cut, a_block, a_cut = _blocks(ctas)
+    d_copied, a_copied = coded_blocks(TILE, ctas)
     arguments = {
-        "d_desc": descriptor_type(d_block, gl.float8e4nv, d_cut), "d_scale_ptr": "*fp32",
-        "a_desc": descriptor_type(a_block, gl.float8e4nv, a_cut), "a_scale_ptr": "*fp32",
+        "d_desc": d_copied.type(gl.float8e4nv), "d_scale_ptr": "*fp32",
+        "a_desc": a_copied.type(gl.float8e4nv), "a_scale_ptr": "*fp32",
         "out_ptr": "*fp32", "counts_ptr": "*i32", "d_rows": "i32", "a_rows": "i32", "num_groups": "i32",
     }  # fmt: skip
     name = f"hopper_wgrad_fp8{' accumulate' if accumulate else ''}{' pair' if ctas == 2 else ''}"
