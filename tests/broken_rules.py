@@ -157,6 +157,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "precision.bf16_last_layers=2: with precision.bf16_first_layers=3 these are more than model.num_layers=4; "
         "use precision.bf16_last_layers=1",
     ),
+    (
+        {"precision__name": "fp8", "precision__bf16_first_layers": 5},
+        "precision.bf16_first_layers=5: the model has model.num_layers=4; use precision.bf16_first_layers=4 or less",
+    ),
     ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
     ({"precision__gradient": "bfloat16"}, "precision.gradient=bfloat16: no such choice; did you mean"),
     (

@@ -44,10 +44,15 @@ def job(config: PlanConfig) -> Config:
         train=config.train,
     )
     asked.run.ranks, asked.train.eval_sequences, asked.train.sample_tokens = config.cluster.gpus, 0, 0
+    problems = []
     if config.moe.routing != "natural":
-        raise ConfigError(
+        problems.append(
             f"moe.routing={config.moe.routing}: a dry run chooses experts by plan.load; use moe.routing=natural"
         )
+    if config.plan.load < 1:
+        problems.append(f"plan.load={config.plan.load}: must be 1 or more; use plan.load=1")
+    if problems:
+        raise ConfigError("\n".join(problems))
     validate(asked)
     asked = resolve(asked)
     parallel, pipeline = asked.parallel, asked.pipeline

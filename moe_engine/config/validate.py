@@ -134,12 +134,17 @@ def _check_fp8(rules: _Rules) -> None:
                 rules.refuse(
                     f"precision.{name}", f"is an option of fp8 training; use precision=fp8, or precision.{name}={shown}"
                 )
-    elif rules.sound(*ends, "model.num_layers") and sum(rules[end] for end in ends) > rules["model.num_layers"]:
-        rules.refuse(
-            ends[1],
-            f"with {ends[0]}={rules[ends[0]]} these are more than model.num_layers={rules['model.num_layers']}; "
-            f"use {ends[1]}={max(0, rules['model.num_layers'] - rules[ends[0]])}, or precision=bf16",
-        )
+    elif rules.sound(*ends, "model.num_layers"):
+        layers, (first, last) = rules["model.num_layers"], (rules[end] for end in ends)
+        for end, number in zip(ends, (first, last), strict=True):
+            if number > layers:
+                rules.refuse(end, f"the model has model.num_layers={layers}; use {end}={layers} or less")
+        if max(first, last) <= layers < first + last:
+            rules.refuse(
+                ends[1],
+                f"with {ends[0]}={first} these are more than model.num_layers={layers}; "
+                f"use {ends[1]}={layers - first}, or precision=bf16",
+            )
 
 
 def _check_recompute(rules: _Rules) -> None:

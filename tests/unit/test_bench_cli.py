@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from moe_engine.bench import routing
 from moe_engine.bench.record import Result, Verdict, write
 from moe_engine.bench.step import _verdict
 from moe_engine.cli.bench import BENCHMARKS
+from moe_engine.config.load import load
 from moe_engine.config.schema import Config
 
 
@@ -29,6 +31,12 @@ def test_help_lists_the_benchmarks_and_each_explains_itself(capsys: pytest.Captu
         assert main(["bench", name, "--help"]) == 0
         own = capsys.readouterr().out
         assert own.startswith(f"usage: moe-engine bench {name} ") and f"\n  moe-engine bench {name} " in own
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "step"])
+def test_a_benchmark_without_options_has_the_defaults_that_it_explains(name: str) -> None:
+    schema = importlib.import_module(BENCHMARKS[name].module).SCHEMA
+    assert load(BENCHMARKS[name].root, [], schema) == schema()
 
 
 def test_words_that_are_no_benchmark_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,7 @@ def test_a_dry_run_prints_what_a_rank_of_a_cluster_holds(capsys: pytest.CaptureF
             "search=true: a dry run is of one layout; use search=false, or dry_run=false",
         ),
         (["dry_run=true", "moe.routing=balanced"], "moe.routing=balanced: a dry run chooses experts by plan.load"),
+        (["dry_run=true", "plan.load=0.5"], "plan.load=0.5: must be 1 or more; use plan.load=1"),
         (["moe.wire=fp8"], "moe.wire=fp8: is for a dry run; use dry_run=true, or leave it out"),
         (["cp.exchange=ulysses"], "cp.exchange=ulysses: is for a dry run; use dry_run=true, or leave it out"),
         (["rank=3"], "rank=3: is which rank of a dry run; use dry_run=true, or rank=0"),
