@@ -3,9 +3,9 @@
 The documents of a stream lie end to end, and row i is S tokens from place i·S on, with the 1 + D tokens after
 them as targets and as inputs of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). So every token
 is the main input of exactly one row, but for fewer than S + 1 + D at the very end. The borders of documents travel
-along: positions restart there, attention can be masked by `document_ids` or `cu_seqlens()`, and a target in another
-document is not valid (section 4.1 packs in the same way). Which rows a step gets depends on the seed and the step
-only: the global batch is cut by data-parallel rank and then in micro-batches, in order.
+along: positions restart there, attention is masked by `document_ids`, and a target in another document is not valid
+(section 4.1 packs in the same way). Which rows a step gets depends on the seed and the step only: the global batch is
+cut by data-parallel rank and then in micro-batches, in order.
 """
 
 from __future__ import annotations

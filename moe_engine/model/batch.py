@@ -100,14 +100,6 @@ class Batch:
             self.tokens[..., own], self.labels[..., own], self.positions[:, own], self.document_ids[:, own], mask, shard
         )
 
-    def cu_seqlens(self) -> Tensor:
-        """Cumulative document lengths over the flattened B*S tokens, int32 [documents + 1]."""
-        ids = self.document_ids
-        starts = torch.ones_like(ids, dtype=torch.bool)
-        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        borders = starts.flatten().nonzero().flatten()
-        return torch.cat([borders, borders.new_tensor([ids.numel()])]).to(torch.int32)
-
 
 @dataclass(frozen=True)
 class ItemCounts:

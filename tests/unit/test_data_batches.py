@@ -61,10 +61,9 @@ def test_packed_documents_by_hand(write: Write) -> None:
     ]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1]]
-    assert batch.cu_seqlens().tolist() == [0, 4, 6]
     assert batch.token_mask is None
     assert (batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype) == (torch.int64,) * 3
-    assert batch.document_ids.dtype == torch.int32 and batch.cu_seqlens().dtype == torch.int32
+    assert batch.document_ids.dtype == torch.int32
 
 
 def test_rows_start_anew_inside_a_document(write: Write) -> None:
@@ -74,7 +73,6 @@ def test_rows_start_anew_inside_a_document(write: Write) -> None:
     assert batch.labels[1].tolist() == [[X, 32, 33], [X, END, X], [12, END, X]]
     assert batch.positions.tolist() == [[0, 0, 1], [0, 0, 1], [0, 1, 2]]
     assert batch.document_ids.tolist() == [[0, 1, 1], [0, 1, 1], [0, 0, 0]]
-    assert batch.cu_seqlens().tolist() == [0, 1, 3, 4, 6, 9]
 
 
 def test_without_masking_a_row_is_one_document(write: Write) -> None:
@@ -83,7 +81,6 @@ def test_without_masking_a_row_is_one_document(write: Write) -> None:
     assert batch.labels[1].tolist() == [[12, END, 20, 21, END], [30, 31, 32, 33, END]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert batch.document_ids.tolist() == [[0] * 5] * 2
-    assert batch.cu_seqlens().tolist() == [0, 5, 10]
     assert count_items([batch]).tokens == 10 and count_items([batch]).mtp == (10,)
 
 
@@ -144,10 +141,11 @@ def test_documents_longer_than_a_row_and_large_streams(write: Write) -> None:
     stream = write(documents)
     dataset = PackedDataset(stream, seq_len=256, mtp_depth=1)
     batch = dataset.batch(dataset.fixed_rows(dataset.num_rows))
-    assert batch.cu_seqlens()[-1] == dataset.num_rows * 256
+    assert batch.document_ids.shape == (dataset.num_rows, 256)
     starts = [0, *np.cumsum([len(document) for document in documents])[:-1].tolist()]
     inside = [start for start in starts if start < dataset.num_rows * 256]
-    assert set(batch.cu_seqlens().tolist()) == {*inside, *range(0, dataset.num_rows * 256 + 1, 256)}
+    begins = batch.document_ids.diff(dim=1, prepend=torch.full((dataset.num_rows, 1), -1)) != 0
+    assert begins.flatten().nonzero().flatten().tolist() == sorted({*inside, *range(0, dataset.num_rows * 256, 256)})
     ends = batch.tokens[0] == 256
     assert (batch.labels[0][ends] == IGNORE).all()  # nothing follows an end in its own document
     assert (batch.labels[0] == IGNORE).sum() == ends.sum()
