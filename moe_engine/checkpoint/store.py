@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,12 +23,10 @@ from moe_engine.checkpoint import files
 from moe_engine.checkpoint.files import Index, Written
 from moe_engine.checkpoint.reshard import merge, mismatches, parts_of, plan
 from moe_engine.checkpoint.weights import MASTER, model_of, open_weights, require_model
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, in_one_line
 from moe_engine.config.schema import ModelConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.optim.zero import Shard
-
-SHOWN = 8  # names of a long list that an error message shows
 
 T = TypeVar("T")
 
@@ -103,7 +101,7 @@ def load(
         found.append(index)
         wrong = mismatches(index.tensors, parts)
         if wrong:
-            raise ConfigError(f"checkpoint={path}: does not fit this model: {_first(wrong)}")
+            raise ConfigError(f"checkpoint={path}: does not fit this model: {in_one_line(wrong)}")
         return {part.key for part in parts}
 
     def read() -> None:
@@ -114,7 +112,7 @@ def load(
     index = found[0]
     unexpected = sorted(index.tensors.keys() - wanted)
     if world is not None and unexpected:
-        raise ConfigError(f"checkpoint={path}: holds what this model lacks: {_first(unexpected)}")
+        raise ConfigError(f"checkpoint={path}: holds what this model lacks: {in_one_line(unexpected)}")
     _together(world, path, read)
     return {**index.meta, "step": index.step}
 
@@ -214,8 +212,3 @@ def _explain(error: Exception, path: Path) -> str:
     if isinstance(error, OSError):
         return f"checkpoint={path}: {error}; set run.dir to a folder that all ranks can read and write"
     return f"checkpoint={path}: {error!r}"
-
-
-def _first(lines: Sequence[str]) -> str:
-    more = len(lines) - SHOWN
-    return "; ".join(lines[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

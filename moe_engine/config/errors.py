@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+SHOWN = 8  # of a long list
+
 
 class ConfigError(ValueError):
     """A wrong value, file or layout.
@@ -9,3 +13,9 @@ class ConfigError(ValueError):
     The message holds `name=value`, the rule it breaks, and a value that works. Several mistakes found
     together are one error, a line each.
     """
+
+
+def in_one_line(problems: Sequence[str]) -> str:
+    """Some of many mistakes found together in a file, and how many more there are."""
+    more = len(problems) - SHOWN
+    return "; ".join(problems[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

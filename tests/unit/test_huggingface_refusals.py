@@ -106,6 +106,10 @@ def test_index_that_lies_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=rf"not.there is not in model-00001.*; {left_out} is in .* and not in model"):
         open_weights(source)
+    index["weight_map"] |= {f"nor.this.{i}": "model-00001-of-00002.safetensors" for i in range(7)}
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"nor.this.6 is not in model-00001.*; and 1 more$"):
+        open_weights(source)
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="not an index"):
         open_weights(source)

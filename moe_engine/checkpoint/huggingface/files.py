@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, in_one_line
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -51,7 +51,7 @@ class TensorFiles:
             problems += [f"{key} is not in {file}" for key, file in listed.items() if self._file_of.get(key) != file]
             problems += [f"{key} is in {self._file_of[key]} and not in {INDEX}" for key in self.shapes.keys() - listed]
         if problems:
-            raise ConfigError(f"{folder}: {'; '.join(problems[:8])}")
+            raise ConfigError(f"{folder}: {in_one_line(problems)}")
 
     def read(self, key: str, start: int, stop: int, index: int | None = None) -> Tensor:
         """Rows start … stop - 1 of a tensor, or of slice `index` of a tensor of three dimensions; as stored."""

@@ -21,14 +21,13 @@ from torch import Tensor
 from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
 from moe_engine.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, unpack
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows, mtp_prefix, names
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, in_one_line
 from moe_engine.config.huggingface import model_config
 from moe_engine.config.schema import ModelConfig
 from moe_engine.planner.flops import parameter_count
 
 SCALE = "_scale_inv"  # of the codes in `<key>`: despite its name what they are multiplied by
 FP8_BLOCK = 128  # a scale is for a block of 128 x 128 codes
-SHOWN = 8  # names of a long list that a message shows
 MOST_MISSING = 16  # times as many parameters as there are numbers: from there on no names are told
 COMPARED = 1 << 26  # elements of two copies that are compared at a time
 
@@ -149,10 +148,7 @@ class HuggingFaceWeights:
         left = (key for key in shapes if key not in expected and key not in scales)
         problems += [f"{key} is used by nothing in the model" for key in left if not _RECOMPUTED.fullmatch(key)]
         if problems:
-            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise ConfigError(
-                f"{self.folder}: does not hold the model of its {CONFIG}: {'; '.join(problems[:SHOWN])}{more}"
-            )
+            raise ConfigError(f"{self.folder}: does not hold the model of its {CONFIG}: {in_one_line(problems)}")
         return forms
 
     def _scales(self, expected: dict[str, tuple[int, ...]], problems: list[str]) -> set[str]:

@@ -25,7 +25,7 @@ from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, Rows, names
 from moe_engine.checkpoint.huggingface.reader import FP8_BLOCK, SCALE, dequantise
 from moe_engine.checkpoint.stream import Announced, Progress, Value, cut, new_folder, write_file
 from moe_engine.checkpoint.weights import BIAS, Weights, not_as_expected
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, in_one_line
 from moe_engine.config.huggingface import huggingface_config
 from moe_engine.data.tokens import sync
 from moe_engine.ops.fp8 import Fp8
@@ -109,7 +109,7 @@ class _Export:
             if not mapped.forms and name in weights.shapes and bool(weights.read(name).any())
         ]
         if wrong:
-            raise ConfigError(f"model={weights.model.name}: cannot be written for Hugging Face: {'; '.join(wrong[:8])}")
+            raise ConfigError(f"model={weights.model.name}: cannot be written for Hugging Face: {in_one_line(wrong)}")
         # By key: our name, the first row in it, and rows; of experts that lie in one tensor, for each.
         self._places: dict[str, list[tuple[str, int, Rows]]] = {}
         for key, place in self._find_places():
