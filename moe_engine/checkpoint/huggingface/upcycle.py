@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from moe_engine.checkpoint.huggingface.files import CONFIG, TensorFiles
+from moe_engine.checkpoint.huggingface.names import FAMILIES, Family
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
 from moe_engine.checkpoint.huggingface.writer import write_folder
 from moe_engine.checkpoint.stream import Announced, Progress
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.huggingface import model_config
+from moe_engine.config.huggingface import ARCHITECTURES, model_config
 from moe_engine.ops.random import normal
 
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
@@ -42,22 +43,8 @@ class Recipe:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class _Family:
-    """model_type and spelling of the MoE model that a dense family becomes: of an MoE layer, and of the projections."""
-
-    model_type: str
-    architecture: str
-    layer: str
-    gate: str
-    up: str
-    down: str
-
-
-_MIXTRAL = _Family("mixtral", "MixtralForCausalLM", "block_sparse_moe", "w1", "w3", "w2")
-_QWEN3 = _Family("qwen3_moe", "Qwen3MoeForCausalLM", "mlp", "gate_proj", "up_proj", "down_proj")
-# By the dense model_type: what else the layers compute is the same in both.
-FAMILIES = {"mistral": _MIXTRAL, "llama": _MIXTRAL, "qwen3": _QWEN3}
+# The MoE model that a dense one becomes, by model_type: what else the layers compute is the same in both.
+BECOMES = {"mistral": "mixtral", "llama": "mixtral", "qwen3": "qwen3_moe"}
 
 
 def upcycle(
@@ -73,10 +60,11 @@ def upcycle(
     dtype: of all tensors; None: as they are stored. Raises ConfigError for a folder or numbers that cannot be used.
     """
     config = _read_config(source)
-    family, moe_config = _moe_config(config, recipe, source)
+    moe_config = _moe_config(config, recipe, source)
     files = TensorFiles(source)
     try:
-        made = _Made(files, family, recipe, float(config.get("initializer_range") or 0.02), dtype)
+        family, std = FAMILIES[moe_config["model_type"]], float(config.get("initializer_range") or 0.02)
+        made = _Made(files, family, recipe, std, dtype)
         return write_folder(out, made.announced(), made.value, moe_config, shard_bytes, progress, _complete)
     finally:
         files.close()
@@ -92,13 +80,13 @@ def _read_config(source: Path) -> dict[str, Any]:
         config = json.loads((source / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"from={source}: {CONFIG} is needed and cannot be read ({error})") from None
-    if not isinstance(config, dict) or config.get("model_type") not in list(FAMILIES):
+    if not isinstance(config, dict) or config.get("model_type") not in list(BECOMES):
         found = config.get("model_type") if isinstance(config, dict) else None
-        raise ConfigError(f"from={source}: model_type={found}: dense models to upcycle are {', '.join(FAMILIES)}")
+        raise ConfigError(f"from={source}: model_type={found}: dense models to upcycle are {', '.join(BECOMES)}")
     return config
 
 
-def _moe_config(config: dict[str, Any], recipe: Recipe, source: Path) -> tuple[_Family, dict[str, Any]]:
+def _moe_config(config: dict[str, Any], recipe: Recipe, source: Path) -> dict[str, Any]:
     """The new config.json, which the engine reads once, so that what it does not build is refused before all else."""
     E, K, G = recipe.experts, recipe.top_k, recipe.granularity
     width, problems = config.get("intermediate_size"), []
@@ -111,15 +99,16 @@ def _moe_config(config: dict[str, Any], recipe: Recipe, source: Path) -> tuple[_
     if problems:
         raise ConfigError("\n".join(problems))
     assert isinstance(width, int)
-    family = FAMILIES[config["model_type"]]
-    biased = config.get("mlp_bias") or (family is _MIXTRAL and config.get("attention_bias"))
+    becomes = BECOMES[config["model_type"]]
+    mixtral = becomes == "mixtral"
+    biased = config.get("mlp_bias") or (mixtral and config.get("attention_bias"))
     kinds = config.get("layer_types") or []
     if biased or not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ConfigError(f"from={source}: biases and layers of several kinds have no place in {family.model_type}")
-    left_out = ("mlp_bias", "layer_types", *(("attention_bias",) if family is _MIXTRAL else ()))
+        raise ConfigError(f"from={source}: biases and layers of several kinds have no place in {becomes}")
+    left_out = ("mlp_bias", "layer_types", *(("attention_bias",) if mixtral else ()))
     new = {key: value for key, value in config.items() if key not in left_out}
-    new |= {"model_type": family.model_type, "architectures": [family.architecture], "num_experts_per_tok": K * G}
-    if family is _MIXTRAL:
+    new |= {"model_type": becomes, "architectures": [ARCHITECTURES[becomes]], "num_experts_per_tok": K * G}
+    if mixtral:
         new |= {"num_local_experts": E * G, "intermediate_size": width // G}
     else:
         new |= {"num_experts": E * G, "moe_intermediate_size": width // G, "norm_topk_prob": True}
@@ -128,14 +117,14 @@ def _moe_config(config: dict[str, Any], recipe: Recipe, source: Path) -> tuple[_
         model_config(new)
     except ConfigError as error:
         raise ConfigError("\n".join(f"from={source}: {line}" for line in str(error).splitlines())) from None
-    return family, new
+    return new
 
 
 class _Made:
     """The tensors of the new model, made one at a time."""
 
     def __init__(
-        self, files: TensorFiles, family: _Family, recipe: Recipe, std: float, dtype: torch.dtype | None
+        self, files: TensorFiles, family: Family, recipe: Recipe, std: float, dtype: torch.dtype | None
     ) -> None:
         self.files, self.family, self.recipe, self.std, self.dtype = files, family, recipe, std, dtype
         codes = [key for key, stored in files.dtypes.items() if stored == torch.float8_e4m3fn]
@@ -151,12 +140,12 @@ class _Made:
             if found is None:
                 yield key, (key, "", 0)
                 continue
-            layer, which = f"{found[1]}.{family.layer}", found[2]
+            layer, which = f"{found[1]}.{family.moe}", found[2]
             spelling = {"gate": family.gate, "up": family.up, "down": family.down}[which]
             for expert in range(self.recipe.experts * G):
                 yield f"{layer}.experts.{expert}.{spelling}.weight", (key, which, expert % G)
             if which == "gate":
-                yield f"{layer}.gate.weight", (key, "router", 0)
+                yield f"{layer}.{family.router}.weight", (key, "router", 0)
 
     def announced(self) -> Iterator[Announced]:
         """All tensors, in the order of their keys."""
