@@ -64,7 +64,7 @@ def plan_all_to_all(
     ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
     slots = 1 if links.exact else min(expert_ids.shape[1], placement.num_local)
     sent = plan_rows(ranks, links.size, slots, links.exact)
-    counts = torch.tensor([[rows, rounds.count if rounds else 1] for rows in sent.splits], device=expert_ids.device)
+    counts = torch.stack((sent.counts, torch.full_like(sent.counts, rounds.count if rounds else 1)), dim=1)
     once = [1] * links.size
     received = links.counts.all_to_all(counts, once, once, f"{label} counts")
     local_ids = placement.local_id(expert_ids).masked_fill(masked, -1)

@@ -69,7 +69,7 @@ def _dispatch(
     assert isinstance(handle, AllToAllHandle)
     packed = exchange.pack_rows(x, expert_ids, expert_weights, placement, handle)
     rows = exchange.dispatch_wait(exchange.dispatch_start(packed, handle))
-    splits = torch.tensor([handle.sent.splits, handle.recv_splits], device=x.device)
+    splits = torch.stack((handle.sent.counts, handle.received.wait()[:, 0]))
     sent = handle.sent
     # An op's results are tensors of their own.
     x, ids, weights = rows.numbers().clone(), rows.local_ids.clone(), rows.weights.clone()

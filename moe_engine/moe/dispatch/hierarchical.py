@@ -147,7 +147,7 @@ def plan_hierarchical(
     sent = plan_rows(nodes, between.size, slots, links.exact)
     counts = torch.zeros(between.size, within.size, 3, dtype=torch.int64, device=expert_ids.device)
     counts[..., 0] = _rows_per_rank(ranks, links).view(between.size, within.size)
-    counts[:, within.rank, 1] = torch.tensor(sent.splits, device=expert_ids.device)
+    counts[:, within.rank, 1] = sent.counts
     counts[..., 2] = rounds.count if rounds else 1
     once = [1] * links.size
     received = links.counts.all_to_all(counts.flatten(0, 1), once, once, f"{label} counts")
