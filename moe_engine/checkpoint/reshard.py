@@ -7,6 +7,7 @@ so neither side knows anything of the other's pipeline, expert or data parallel 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        return _numel(self.shape)
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,3 @@ def plan(entries: Mapping[str, Entry], parts: Iterable[Part]) -> dict[str, list[
                     Copy(part.key, entry.dtype, stored, start - stored.start, target)
                 )
     return copies
-
-
-def _numel(shape: Iterable[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

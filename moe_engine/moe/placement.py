@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.rules import divisors
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         if self.num_experts % self.ep_size:
-            divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-            raise ConfigError(f"ep={self.ep_size}: must divide num_experts={self.num_experts}; one of {divisors} works")
+            works = divisors(self.num_experts)
+            raise ConfigError(f"ep={self.ep_size}: must divide num_experts={self.num_experts}; one of {works} works")
         if self.ranks is None:
             return
         if sorted(self.ranks) != [i // self.num_local for i in range(self.num_experts)]:

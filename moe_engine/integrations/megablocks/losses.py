@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.integrations.megablocks.arguments import Arguments
+from moe_engine.moe.balance import router_z_loss
 
 _BALANCE: list[tuple[Tensor, Tensor]] = []
 _ROUTER_LOGITS: list[Tensor] = []
@@ -70,5 +71,5 @@ def batched_router_zloss(args: Arguments) -> Tensor | float:
     if args.moe_zloss_weight == 0:
         warnings.warn("batched_router_zloss: moe_zloss_weight=0, so nothing was saved", stacklevel=2)
         return 0
-    losses = [logits.logsumexp(dim=1).square().sum() / max(logits.shape[0], 1) for logits in _ROUTER_LOGITS]
+    losses = [router_z_loss(logits) / max(logits.shape[0], 1) for logits in _ROUTER_LOGITS]
     return args.moe_zloss_weight * torch.stack(losses)
