@@ -40,7 +40,10 @@ class Turn:
         """
         end = x[..., x.shape[-1] - 2 * self.factors.shape[-1] :]
         if self.interleaved:
-            torch.view_as_complex(end.unflatten(-1, (-1, 2))).mul_(self.factors[row])
+            even = _even(end)
+            torch.view_as_complex(even.unflatten(-1, (-1, 2))).mul_(self.factors[row])
+            if even is not end:
+                end.copy_(even)
         else:
             first, second = end.chunk(2, dim=-1)
             turned = torch.complex(first, second).mul_(self.factors[row])
@@ -90,7 +93,14 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
     # Times i, in which no number is rounded; torch has no other fast way to exchange neighbours.
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * 1j).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(_even(x).unflatten(-1, (-1, 2))) * 1j).flatten(-2)
+
+
+def _even(x: Tensor) -> Tensor:
+    """x, or a copy of it where heads of an odd size put its pairs at odd places: torch would not take these as complex."""
+    *strides, _ = x.stride()
+    odd = x.storage_offset() % 2 or any(stride % 2 for stride in strides)
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

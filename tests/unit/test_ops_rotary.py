@@ -58,6 +58,15 @@ def test_value_and_gradient(interleaved: bool, n: int, rope: int, block: int, mo
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("width", [7, 8])
+def test_pairs_at_odd_places(width: int, interleaved: bool) -> None:
+    """Heads of an odd size, and pairs that begin at an odd place of wider vectors: parts of a latent's projection."""
+    x, cos, sin = inputs(width, 4)
+    part = x[..., :7]
+    assert torch.equal(rotate_end(part, cos, sin, interleaved), by_pairs(part.clone(), cos, sin, interleaved))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
 def test_sixteen_bit_vectors_are_rounded_once(interleaved: bool) -> None:
     x, cos, sin = inputs(12, 8, torch.bfloat16)
     found = rotate_end(x, cos, sin, interleaved)
