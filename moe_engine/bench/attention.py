@@ -109,8 +109,11 @@ def _check(config: AttentionBenchConfig) -> None:
     for name in config.dtypes:
         if name not in DTYPES:
             problems.append(f"dtypes=[{name}]: there are {', '.join(DTYPES)}")
-    for name, numbers, works in (("lengths", config.lengths, 256), ("threads", config.threads, 1)):
-        problems += [f"{name}=[{n}]: must be 1 or more, for example {name}=[{works}]" for n in numbers if n < 1]
+    # A query that sees one key alone has no gradient that a candidate's could be held against.
+    for name, numbers, least in (("lengths", config.lengths, 2), ("threads", config.threads, 1)):
+        problems += [
+            f"{name}=[{n}]: must be {least} or more, for example {name}=[{least}]" for n in numbers if n < least
+        ]
     for name, smallest in (("tokens", 1), ("rounds", 1), ("warmup", 0)):
         if getattr(config, name) < smallest:
             problems.append(

@@ -142,6 +142,9 @@ def _check(config: CommBenchConfig) -> None:
         problems.append(
             f"bench.candidates=[{shown}]: there are {', '.join(CANDIDATES)}; use bench.candidates=[{PLAIN}]"
         )
+    if not bench.routings:
+        problems.append("bench.routings=[]: nothing to measure; use bench.routings=[natural]")
+    problems += record.named_twice("bench.candidates", bench.candidates)
     if not problems:
         problems = _fit(bench)
     if config.out and Path(config.out).is_file():

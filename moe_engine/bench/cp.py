@@ -10,6 +10,7 @@ the exchanges take by themselves, of the layer's products, and of what else the 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -126,13 +127,14 @@ def _check(config: ContextBenchConfig) -> None:
             problems.append(
                 f"bench.{name}=[{','.join(given)}]: there are {', '.join(known)}; use bench.{name}=[{known[0]}]"
             )
+        problems += record.named_twice(f"bench.{name}", given)
     if bench.precision not in DTYPES:
         problems.append(f"bench.precision={bench.precision}: no such choice; there are {' and '.join(DTYPES)}")
     if not bench.links or not all(LINK.fullmatch(link) for link in bench.links):
         shown = ",".join(bench.links)
         problems.append(f"bench.links=[{shown}]: local, or wireN, N the wire's Mbit/s; use bench.links=[local,wire200]")
     if not problems:
-        problems = _fit(bench, bench.cp if "local" in bench.links else 2)
+        problems = _fit(bench, math.lcm(*(bench.cp if link == "local" else 2 for link in bench.links)))
     if config.out and Path(config.out).is_file():
         problems.append(f"out={config.out}: is a file; name a folder, for example out=bench/cp")
     if problems:
@@ -142,7 +144,7 @@ def _check(config: ContextBenchConfig) -> None:
 
 
 def _fit(bench: ContextSection, cp: int) -> list[str]:
-    """What cannot be shared out over `cp` ranks."""
+    """What cannot be shared out over `cp` ranks, or over those of each link, of whose numbers it is a multiple."""
     problems = []
     if bench.seq_len % (2 * cp):
         problems.append(f"bench.seq_len={bench.seq_len}: must be a multiple of {2 * cp}; use bench.seq_len={512 * cp}")

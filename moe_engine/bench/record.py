@@ -86,6 +86,13 @@ def turns(candidates: Sequence[str], rounds: int) -> Iterator[str]:
         yield from candidates if index % 2 == 0 else reversed(candidates)
 
 
+def named_twice(option: str, values: Sequence[str]) -> list[str]:
+    """The refusal of a list with one name twice, whose turns would be those of one candidate; no line if it has none."""
+    once = list(dict.fromkeys(values))
+    shown = f"{option}=[{','.join(values)}]"
+    return [f"{shown}: one is named twice; use {option}=[{','.join(once)}]"] if len(once) < len(values) else []
+
+
 def write(
     folder: Path,
     results: Sequence[Result],

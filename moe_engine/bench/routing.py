@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_engine.bench.record import Verdict
+from moe_engine.bench.record import Verdict, named_twice
 from moe_engine.checkpoint.choices import check_choices
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.routing import NATURAL, routing_mode, routing_problem
@@ -37,8 +37,7 @@ def problems(routing: Sequence[str], config: Config, resolved: Sequence[Config])
     found = []
     if NATURAL not in routing:
         found.append(f"{shown}: natural is measured beside every other; use bench.routing=[natural,balanced]")
-    if len(set(routing)) < len(routing):
-        found.append(f"{shown}: one is named twice; use bench.routing=[{','.join(dict.fromkeys(routing))}]")
+    found += named_twice("bench.routing", routing)
     if config.moe.routing != NATURAL:
         found.append(f"moe.routing={config.moe.routing}: use bench.routing=[natural,{config.moe.routing}]")
     for text in routing:

@@ -17,7 +17,7 @@ def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path:
     words = [
         "heads=[4x3x8x8,4x4x8x16,4x4]",
         "dtypes=[fp16]",
-        "lengths=[0]",
+        "lengths=[0,1]",
         "threads=[0]",
         "rounds=0",
         f"out={tmp_path}/file",
@@ -31,6 +31,7 @@ def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path:
         "heads=[4x4]",
         "dtypes=[fp16]",
         "lengths=[0]",
+        "lengths=[1]: must be 2 or more, for example lengths=[2]",
         "threads=[0]",
         "rounds=0",
     ):

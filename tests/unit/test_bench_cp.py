@@ -20,6 +20,15 @@ from moe_engine.config.errors import ConfigError
         (ContextSection(cp=1), "bench.cp=1: .* use bench.cp=2"),
         (ContextSection(seq_len=100), "bench.seq_len=100: must be a multiple of 8; use bench.seq_len=2048"),
         (ContextSection(heads=6), "bench.heads=6: ulysses needs a multiple of 4; use bench.heads=8"),
+        (
+            ContextSection(links=["local", "wire9"], cp=3, seq_len=6, heads=3),
+            "bench.seq_len=6: must be a multiple of 12",
+        ),
+        (
+            ContextSection(links=["local", "wire9"], cp=3, seq_len=12, heads=3),
+            "bench.heads=3: ulysses .* multiple of 6",
+        ),
+        (ContextSection(exchanges=["ring", "ring"]), r"bench.exchanges=\[ring,ring\]: .* use bench.exchanges=\[ring\]"),
         (ContextSection(rope=3), "bench.rope=3: .* use bench.rope=16"),
         (ContextSection(rounds=0), "bench.rounds=0: must be 1 or more"),
         (ContextSection(precision="fp8"), "bench.precision=fp8: no such choice; there are fp32 and bf16"),
