@@ -87,7 +87,7 @@ def turns(candidates: Sequence[str], rounds: int) -> Iterator[str]:
 
 
 def named_twice(option: str, values: Sequence[str]) -> list[str]:
-    """The refusal of a list with one name twice, whose turns would be those of one candidate; no line if it has none."""
+    """The refusal, a line, of a list that has a name twice: both would have the turns of one candidate."""
     once = list(dict.fromkeys(values))
     shown = f"{option}=[{','.join(values)}]"
     return [f"{shown}: one is named twice; use {option}=[{','.join(once)}]"] if len(once) < len(values) else []

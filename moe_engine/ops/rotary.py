@@ -97,7 +97,7 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _even(x: Tensor) -> Tensor:
-    """x, or a copy of it where heads of an odd size put its pairs at odd places: torch would not take these as complex."""
+    """x, or a copy where heads of an odd size put its pairs at odd places: torch would not take these as complex."""
     *strides, _ = x.stride()
     odd = x.storage_offset() % 2 or any(stride % 2 for stride in strides)
     return x.clone(memory_format=torch.contiguous_format) if odd else x
