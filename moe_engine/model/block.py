@@ -207,7 +207,7 @@ class Block(nn.Module):
                 rows = segment(out.segments, BLOCK, experts, arrived.x, arrived.weights)
                 found = replace(found, rows=rows)
             if moe is not None and out.packed is not None:
-                found = replace(found, further=moe.compute_further(out.normed, out.packed))
+                found = replace(found, further=moe.compute_further(out.normed, out.packed, queue))
         if out.segments is not None:
             out.segments.close()
         return found

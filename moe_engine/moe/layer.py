@@ -266,16 +266,19 @@ class MoELayer(nn.Module):
         rows: Tensor = self.experts(arrived, queue, segments)
         return rows
 
-    def compute_further(self, x: Tensor, packed: Packed) -> Tensor | None:
+    def compute_further(self, x: Tensor, packed: Packed, queue: WgradQueue | None = None) -> Tensor | None:
         """The rows of tokens x [T, D] that did not fit, there and back; None if all did. Communicates."""
-        if packed.expert_weights is None:
+        rows, weights = packed.rows.further, packed.expert_weights
+        if rows is None or weights is None:
             return None
 
-        def exchange(handle: wire.DispatchHandle, x: Tensor, weights: Tensor) -> Tensor:
-            arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_for(handle, x, weights), handle))
-            return wire.combine_arrive(wire.combine_start(self.compute(arrived), handle))
+        def exchange(handle: wire.DispatchHandle, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+            sent = wire.pack_for(handle, x, weights)
+            arrived = wire.dispatch_wait(wire.dispatch_start(sent, handle))
+            made = self.compute(arrived, None if queue is None else queue.without_waiting())
+            return sent.x, wire.combine_arrive(wire.combine_start(made, handle))
 
-        return wire.further_rows(x, packed.expert_weights, packed.handle, exchange, list(self.experts.parameters()))
+        return wire.further_rows(rows, x, weights, packed.handle, exchange, list(self.experts.parameters()))
 
     def combine_start(self, rows: Tensor, packed: Packed) -> wire.PendingCombine:
         """Start sending the experts' rows [R, D] back."""
@@ -321,7 +324,7 @@ class MoELayer(nn.Module):
         pending = self.dispatch_start(packed)
         shared = self.compute_shared(x, queue)  # while the rows travel
         rows = self.compute(self.dispatch_wait(pending), queue)
-        further = self.compute_further(x, packed)
+        further = self.compute_further(x, packed, queue)
         back = wire.combine_arrive(self.combine_start(rows, packed))
         return wire.sum_rows(back, packed.handle, further), shared, packed.aux_loss
 

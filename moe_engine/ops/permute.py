@@ -73,6 +73,26 @@ def permute_stand_in(x: Tensor, rows: RowMap) -> Tensor:
     return out
 
 
+class _PermuteFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowMap, count: int, numbers: bool) -> tuple[Tensor, Tensor]:
+        ctx.rows = rows
+        first = moe_kernels.permute(x, rows.source[:count]) if numbers else x.new_zeros(()).expand(count, x.shape[1])
+        return first, x.new_zeros(()).expand(len(rows.source) - count, x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return moe_kernels.unpermute(torch.cat(grads), ctx.rows.places), None, None, None
+
+
+def permute_first(x: Tensor, rows: RowMap, count: int, numbers: bool = True) -> tuple[Tensor, Tensor]:
+    """The first `count` rows of `permute(x, rows)`, and of the others what `permute_stand_in` gives (numbers=False: of
+    both). For autograd they are one: an outer row's gradients are summed over all of its inner rows, and rounded once.
+    """
+    first, others = _PermuteFirst.apply(x, rows, count, numbers)
+    return first, others
+
+
 def unpermute(x: Tensor, rows: RowMap) -> Tensor:
     """Sum inner rows into outer ones, in fp32 in the order of `places`: x [N, D] -> [R, D], in x's dtype."""
     out: Tensor = _Unpermute.apply(x, rows)

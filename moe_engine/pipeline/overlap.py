@@ -282,9 +282,12 @@ class CutMicroBatch(_Tables):
         if packed is not None:
             graph.sent = (get_gradient_edge(packed.rows.x), get_gradient_edge(packed.rows.weights))
             graph.handle = packed.handle
-            rows_ = replace(packed.rows, x=packed.rows.x.detach(), weights=packed.rows.weights.detach())
-            aux_loss = None if packed.aux_loss is None else self.cut(packed.aux_loss)
-            weights = None if packed.expert_weights is None else self.cut(packed.expert_weights)
+            aux_loss, weights, further = (
+                None if x is None else self.cut(x)
+                for x in (packed.aux_loss, packed.expert_weights, packed.rows.further)
+            )
+            x, scales = packed.rows.x.detach(), packed.rows.weights.detach()
+            rows_ = replace(packed.rows, x=x, weights=scales, further=further)
             packed = replace(packed, rows=rows_, aux_loss=aux_loss, expert_weights=weights)
         out = stop.out
         return Dispatch(replace(out, residual=self.cut(out.residual), normed=self.cut(out.normed), packed=packed))

@@ -36,7 +36,7 @@ def _combined(x: Tensor) -> Tensor:
 def _further(x: Tensor) -> Tensor:
     handle: Any = SimpleNamespace(sent=SimpleNamespace(splits=[len(x)]))
     handle.rounds, handle.num_rounds = SimpleNamespace(start=lambda number: handle), 2
-    rows = further_rows(x, x[:1], handle, lambda handle, x, weights: x * x + weights, [])
+    rows = further_rows(x, x, x[:1], handle, lambda handle, x, weights: (x, x * x + weights), [])
     assert rows is not None
     return rows
 

@@ -23,7 +23,7 @@ from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.coded import CodedGradient, numbers, stand_in
 from moe_engine.ops.first_order import first_order
 from moe_engine.ops.fp8 import Codes
-from moe_engine.ops.permute import permute, permute_stand_in, unpermute
+from moe_engine.ops.permute import permute, permute_first, permute_stand_in, unpermute
 from moe_engine.ops.row_bytes import codes_of, encode
 
 
@@ -35,6 +35,8 @@ class Rows:
     message: of rows that are to travel in fp8, their bytes (`ops.row_bytes`); codes: of rows that came in fp8; with
     either, x only stands for the rows in autograd (`ops.coded`), and `gradient` is the way of the gradient of what is
     made of rows that came.
+    further: of rows to be sent, where they are bounded: stands in autograd for those of all rounds but the first
+    [N, D], whose gradients are summed with those of the first.
     most_choices: where only the device knows how many rows arrived, rows without experts follow those that did, and so
     many slots are used at most; 0: all are rows.
     """
@@ -46,6 +48,7 @@ class Rows:
     codes: Codes | None = None
     gradient: CodedGradient | None = None
     most_choices: int = 0
+    further: Tensor | None = None
 
     def numbers(self) -> Tensor:
         """The rows that came, as numbers [R, D]."""
@@ -94,10 +97,13 @@ def pack_rows(
 def pack_for(handle: DispatchHandle, x: Tensor, expert_weights: Tensor) -> Rows:
     """The rows that `handle` sends: of tokens x [T, D], whose choices have `expert_weights` [T, K]."""
     local_ids, weights = handle.sent.pack_ids(handle.ids_on_wire()), handle.sent.pack_weights(expert_weights)
-    if not handle.links.fp8:
-        return Rows(permute(x, handle.tokens), local_ids, weights)
-    message = permute(encode(x), handle.tokens)
-    return Rows(permute_stand_in(x, handle.tokens), local_ids, weights, message)
+    fp8, further = handle.links.fp8, None
+    message = permute(encode(x), handle.tokens) if fp8 else None
+    if handle.rounds is not None:
+        rows, further = permute_first(x, handle.sums, len(handle.tokens.source), not fp8)
+    else:
+        rows = permute_stand_in(x, handle.tokens) if fp8 else permute(x, handle.tokens)
+    return Rows(rows, local_ids, weights, message, further=further)
 
 
 @dataclass(frozen=True)

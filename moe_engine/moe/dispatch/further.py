@@ -7,7 +7,9 @@ here anyway: backward sends the rows again, computes again, and sends gradients 
 routing costs time, and the memory of a rank stays bounded.
 
 All ranks take part in as many rounds as the one with the most needs: the number travels with the counts. A token's
-rows are summed in the same order as without the bound, whichever rounds they went in: the output has the same bits.
+rows, and in backward its rows' gradients, are summed in the same order as without the bound, whichever rounds they
+went in, and rounded once: the output and every gradient have the same bits but those of the experts' weights, which
+are a product for each round.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from moe_engine.ops.permute import RowMap
 if TYPE_CHECKING:
     from moe_engine.moe.dispatch.handle import DispatchHandle
 
-Exchange = Callable[["DispatchHandle", Tensor, Tensor], Tensor]  # (handle, x, weights) -> rows that came back
+# (handle, x, weights) -> (rows as they went, in autograd; rows that came back), [N, D] each
+Exchange = Callable[["DispatchHandle", Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -71,18 +74,25 @@ def _by_round(plan: RowPlan, round_of_row: Tensor) -> RowMap:
 
 
 def further_rows(
-    x: Tensor, weights: Tensor, handle: DispatchHandle | None, exchange: Exchange, parameters: Sequence[Tensor]
+    rows: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    handle: DispatchHandle | None,
+    exchange: Exchange,
+    parameters: Sequence[Tensor],
 ) -> Tensor | None:
     """The rows of all rounds but the first, there and back: [N, D], or None where one round was enough for all ranks.
 
-    x [T, D] and weights [T, K] are those of all tokens; `parameters`: what `exchange` needs gradients of besides. It
-    communicates: all ranks of the group must come here in the same order.
+    rows [N, D] stand for what goes (`Rows.further`) and take its gradients; x [T, D], of which they are made, and
+    weights [T, K] are those of all tokens; `parameters`: what `exchange` needs gradients of besides. It communicates:
+    all ranks of the group must come here in the same order.
     """
     if handle is None or handle.rounds is None or handle.num_rounds == 1:
         return None
     handles = [handle.rounds.start(number) for number in range(1, handle.num_rounds)]
-    rows: Tensor = _Further.apply(exchange, handles, x, weights, *(p for p in parameters if p.requires_grad))
-    return rows
+    wanted = (p for p in parameters if p.requires_grad)
+    back: Tensor = _Further.apply(exchange, handles, x.detach(), rows, weights, *wanted)
+    return back
 
 
 class _Further(torch.autograd.Function):
@@ -90,24 +100,37 @@ class _Further(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, handles: list[DispatchHandle], x: Tensor, weights: Tensor, *parameters: Tensor
+        ctx: Any,
+        exchange: Exchange,
+        handles: list[DispatchHandle],
+        x: Tensor,
+        _rows: Tensor,
+        weights: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.exchange, ctx.handles, ctx.parameters = exchange, handles, parameters
         ctx.save_for_backward(x, weights)
-        return torch.cat([exchange(handle, x, weights) for handle in handles])
+        return torch.cat([exchange(handle, x, weights)[1] for handle in handles])
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-        inputs = (x, weights, *ctx.parameters)
-        sums: list[Tensor | None] = [None] * len(inputs)
+        d_rows: list[Tensor] = []
+        sums: list[Tensor | None] = [None] * (1 + len(ctx.parameters))
         pieces = grads[0].split([sum(handle.sent.splits) for handle in ctx.handles])
-        for handle, d_rows in zip(ctx.handles, pieces, strict=True):
+        for handle, d_back in zip(ctx.handles, pieces, strict=True):
             with torch.enable_grad():
-                rows = ctx.exchange(handle, x, weights)
-            found = torch.autograd.grad(rows, inputs, d_rows, allow_unused=True)
-            sums = [
-                new if old is None else old if new is None else old + new for old, new in zip(sums, found, strict=True)
-            ]
-        return (None, None, *sums)
+                rows, back = ctx.exchange(handle, x, weights)
+            d_sent, *found = torch.autograd.grad(back, (rows, weights, *ctx.parameters), d_back, allow_unused=True)
+            d_rows.append(d_sent)
+            sums = [_added(old, new) for old, new in zip(sums, found, strict=True)]
+        return (None, None, None, torch.cat(d_rows), *sums)
+
+
+def _added(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Their sum, in fp32 at least: it is rounded when all rounds are in it."""
+    if old is None or new is None:
+        return new if old is None else old
+    wide = torch.promote_types(old.dtype, torch.float32)
+    return old.to(wide) + new.to(wide)
