@@ -43,9 +43,10 @@ Convert weights between the Hugging Face layout and this engine's checkpoints; w
   a checkpoint (runs/NAME/checkpoints/step_N, one made by this command, or a run folder: its newest one) becomes a
   Hugging Face folder that transformers opens. Optimizer states stay behind.
 
-Families: deepseek_v3 (also kimi_k2), deepseek_v2, mixtral, qwen3_moe. Every tensor of the source is used exactly once
-and every tensor of the result written exactly once, or the command names those that are not and makes nothing. Only a
-few tensors are in memory at a time. Tokenizer files are not touched: copy them beside the weights.
+Families: deepseek_v3 (also kimi_k2), deepseek_v2, mixtral, qwen3_moe, qwen2_moe, olmoe, glm4_moe, gpt_oss (its MXFP4 is
+read). Every tensor of the source is used exactly once and every tensor of the result written exactly once, or the
+command names those that are not and makes nothing. Only a few tensors are in memory at a time. Tokenizer files are not
+touched: copy them beside the weights.
 
 options:
   from=FOLDER        what to convert

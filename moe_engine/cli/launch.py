@@ -8,6 +8,7 @@ is printed once and the echoes of the others ("connection closed by peer") are n
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -27,6 +28,8 @@ from pathlib import Path
 from moe_engine.config.errors import ConfigError
 
 FAILURES = "MOE_ENGINE_FAILURES"  # environment: the folder for records of failure, set for ranks started here
+LAUNCHER = "MOE_ENGINE_LAUNCHER"  # environment: the process that started this rank
+PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG: which signal comes when the process that started this one ends
 CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)  # the launcher ends ranks so; a communicator that lost a peer aborts
 LOG_LINES = 20  # of a rank that died without a record
 ECHO_S = 2.0  # for rank 0 to tell of a mistake that all ranks find; launchers end all ranks as soon as one fails
@@ -115,7 +118,7 @@ def start_local_ranks(command: Sequence[str], world: int, threads: int) -> int:
     elastic_logger.propagate = False
 
     folder = Path(tempfile.mkdtemp(prefix="moe-engine-ranks-"))
-    os.environ.update({FAILURES: str(folder), "OMP_NUM_THREADS": str(threads)})
+    os.environ.update({FAILURES: str(folder), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": str(threads)})
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -193,9 +196,18 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 
 def prepare_rank() -> None:
-    """In a rank started here: an interrupt ends it at once (it may be waiting in a collective), without a traceback."""
-    if started_here(os.environ):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """In a rank started here: an interrupt ends it at once (it may be waiting in a collective), without a traceback.
+
+    So does, on Linux, the end of the launcher, also by SIGKILL: ranks left alone would train on and write checkpoints
+    beside those of the run that is started again.
+    """
+    if not started_here(os.environ):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != int(os.environ[LAUNCHER]):  # it ended before this process could ask for the signal
+            os._exit(1)
 
 
 def report(error: Exception) -> int:

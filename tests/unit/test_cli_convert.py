@@ -10,6 +10,7 @@ from hf_folders import V3, equal, fp8_folder, random_folder, random_tensors, ten
 
 from moe_engine.__main__ import main
 from moe_engine.config.huggingface import huggingface_config
+from moe_engine.config.huggingface_families import READERS
 
 
 def convert(*words: str) -> int:
@@ -87,4 +88,6 @@ def test_folder_that_lacks_a_tensor_makes_nothing(tmp_path: Path, capsys: pytest
 
 def test_help_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert convert("--help") == 0
-    assert "moe-engine convert from=FOLDER to=FOLDER" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "moe-engine convert from=FOLDER to=FOLDER" in text
+    assert all(family in text for family in READERS)

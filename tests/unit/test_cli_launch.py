@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -226,3 +228,25 @@ def test_a_rank_that_was_killed_comes_before_those_that_lost_it(
     assert launch._explain(tmp_path, {0: 1, 1: -6, 2: -9}) == 1
     err = capsys.readouterr().err
     assert err.startswith("rank 2 was killed by SIGKILL") and "rank 0" not in err and "rank 1" not in err
+
+
+LAUNCHER_OF_ONE = """
+import os, subprocess, sys
+from moe_engine.cli import launch
+os.environ.update({launch.FAILURES: "none", launch.LAUNCHER: sys.argv[1] or str(os.getpid())})
+rank = "import time; from moe_engine.cli import launch; launch.prepare_rank(); print('ready', flush=True)"
+rank += "; time.sleep(5); print('alone')"
+raise SystemExit(subprocess.run([sys.executable, "-c", rank]).returncode)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
+def test_ranks_end_with_their_launcher() -> None:
+    """Also where it is killed, or was gone before a rank had begun: such a rank's parent is another process."""
+    start = partial(subprocess.Popen, stdout=subprocess.PIPE, text=True)
+    with start([sys.executable, "-c", LAUNCHER_OF_ONE, ""]) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+        launcher.kill()
+        assert launcher.stdout.read() == ""
+    with start([sys.executable, "-c", LAUNCHER_OF_ONE, "1"]) as late:
+        assert late.communicate()[0] == "" and late.returncode == 1
