@@ -197,7 +197,7 @@ def truth(layers: int, count: int) -> dict[str, Any]:
 def assert_all_sizes(pp: int, names: Sequence[str], counts: Sequence[int]) -> Counter[str]:
     """Each (schedule, micro-batches) is refused with what works, or runs and equals one rank; how many ran, by name."""
     layers = max(3, num_stages(names[0], pp, VIRTUAL_STAGES.get(names[0], 1)) - 1)
-    results = run_ranks(pp, _all_sizes, pp, names, counts, layers, time_limit=20.0 * pp)
+    results = run_ranks(pp, _all_sizes, pp, names, counts, layers, time_limit=60.0 * pp)
     ran: Counter[str] = Counter()
     for name, count in product(names, counts):
         found = [result[name, count] for result in results]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from moe_engine.config.schema import ModelConfig
+from moe_engine.distributed import lost
 from moe_engine.distributed.collectives import CollectiveLog, Communicator, Pending
 from moe_engine.distributed.groups import Groups, build_groups
 from moe_engine.layout import Layout, Placement, split_stages
@@ -245,6 +245,7 @@ class WrittenLog(CollectiveLog):
 
 
 def _skip_one(rank: int, folder: Path) -> None:
+    lost.ROLL_CALL_S = 0.5  # in a process of its own
     case = Case(dp=2, ep=2, micro_batch=4)
     trainer = Trainer(config_of(case), rank, torch.device("cpu"), WrittenLog(folder / f"log{rank}"))
     if rank == 1:
@@ -279,11 +280,9 @@ def orders(folder: Path, size: int) -> list[dict[str, list[str]]]:
 
 
 def test_a_rank_that_skips_a_collective_is_red_and_its_log_shows_where(tmp_path: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(AssertionError) as error:
-        run_ranks(2, _skip_one, tmp_path, time_limit=4.0)
-    assert time.monotonic() - start < 10
-    assert "failed or ran past 4.0 s" in str(error.value)  # Gloo aborts the process where sizes differ: no stack then
+        run_ranks(2, _skip_one, tmp_path)
+    assert "failed or ran past" in str(error.value)  # Gloo aborts the process where sizes differ: no stack then
     first, second = ([each for name, entries in log.items() if name.startswith("ep[") for each in entries]
                      for log in orders(tmp_path, 2))  # fmt: skip
     assert first[:4] == second[:4] and first[4] != second[4]
@@ -299,11 +298,10 @@ def _crosswise(rank: int, folder: Path) -> None:
 
 
 def test_a_deadlock_ends_within_seconds_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(AssertionError) as error:
         run_ranks(2, _crosswise, tmp_path, time_limit=2.0)
-    assert time.monotonic() - start < 8
     message: Any = str(error.value)
     assert "--- rank 0" in message and "--- rank 1" in message
+    assert message.count("Timeout (0:00:02)!") == 2  # each ended itself: nobody had to
     assert "in _crosswise" in message and "in all_reduce_sum" in message
     assert [list(log) for log in orders(tmp_path, 2)] == [["a"], ["b"]]
