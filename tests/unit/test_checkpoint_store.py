@@ -262,7 +262,7 @@ def _killed_save(kill: Callable[[pytest.MonkeyPatch], None], folder: Path, step:
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(20)
+    process.join(120)
     assert process.exitcode == 9
 
 

@@ -53,14 +53,20 @@ def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder.parent / "cache").iterdir())
 
 
-def count_builds(monkeypatch: pytest.MonkeyPatch, log: Path, pause: float = 0.0) -> None:
-    """Write a line per build to a file, which forked processes share."""
+PATIENCE = 120  # seconds for a process to come to where it is awaited
+
+
+def count_builds(monkeypatch: pytest.MonkeyPatch, log: Path, pause: float = 0.0, together: int = 1) -> None:
+    """Write a line per build to a file, which forked processes share; builds go on when so many have begun."""
     build = corpus._build
 
     def counted(*args: object) -> None:
         with open(log, "a") as file:
             file.write("built\n")
         time.sleep(pause)
+        end = time.monotonic() + PATIENCE
+        while len(log.read_text().splitlines()) < together and time.monotonic() < end:
+            time.sleep(0.01)
         build(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(corpus, "_build", counted)
@@ -191,7 +197,7 @@ def test_a_failed_build_leaves_nothing_and_the_next_call_builds(folder: Path, mo
 
 
 def _ask(folder: Path, results: Path, number: int, start: Event) -> None:
-    start.wait(20)
+    start.wait(PATIENCE)
     made = prepare(folder)
     (results / str(number)).write_text(f"{made.content_digest} {made.train.num_tokens}")
 
@@ -205,7 +211,7 @@ def ask_at_once(folder: Path, results: Path, count: int) -> set[str]:
         process.start()
     start.set()
     for process in processes:
-        process.join(30)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0] * count
     return {(results / str(number)).read_text() for number in range(count)}
 
@@ -227,7 +233,7 @@ def test_without_locks_each_builds_and_the_first_counts(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    count_builds(monkeypatch, tmp_path / "log", pause=0.3)
+    count_builds(monkeypatch, tmp_path / "log", together=4)
     assert len(ask_at_once(folder, tmp_path / "results", 4)) == 1
     assert (tmp_path / "log").read_text() == "built\n" * 4
     assert [name for name in entries(folder) if name.endswith(".partial")] == []
@@ -236,7 +242,7 @@ def test_without_locks_each_builds_and_the_first_counts(
 def _build_and_hang(folder: Path, halfway: Event) -> None:
     def hang(path: Path) -> str:
         halfway.set()
-        time.sleep(60)
+        time.sleep(1000)
         return ""
 
     with pytest.MonkeyPatch.context() as patch:
@@ -248,7 +254,7 @@ def test_a_killed_builder_hangs_nobody(folder: Path, tmp_path: Path) -> None:
     halfway = FORK.Event()
     builder = FORK.Process(target=_build_and_hang, args=(folder, halfway), daemon=True)
     builder.start()
-    assert halfway.wait(20)
+    assert halfway.wait(PATIENCE)
     (tmp_path / "results").mkdir()
     start = FORK.Event()
     start.set()
@@ -258,7 +264,7 @@ def test_a_killed_builder_hangs_nobody(folder: Path, tmp_path: Path) -> None:
     assert waiter.is_alive()  # it waits for the builder …
     assert len([name for name in entries(folder) if name.endswith(".partial")]) == 1
     builder.kill()
-    waiter.join(20)
+    waiter.join(PATIENCE)
     assert waiter.exitcode == 0  # … takes over when it is gone, and clears away what it left
     assert [name for name in entries(folder) if name.endswith(".partial")] == []
     made = prepare(folder)
