@@ -1,4 +1,7 @@
-"""Run a command of the engine in a process of its own that need not load torch again: it is forked from this one."""
+"""Run a command of the engine in a process of its own that need not load torch again: it is forked from this one.
+
+Also whether a process, whoever started it, has ended.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +50,15 @@ def _run(folder: Path, output: Path, words: tuple[str, ...]) -> None:
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, its parent knowing it or not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # it has ended meanwhile; where a system has no such files, it has not
+        return Path("/proc/self").exists()

@@ -7,13 +7,14 @@ folders, so that they touch no cluster that the machine may belong to. Needs roo
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "squeue")
@@ -99,17 +100,22 @@ def _daemon(command: list[str], environment: dict[str, str], log: Path) -> Itera
 
 
 def _wait_until_idle(environment: dict[str, str], folder: Path) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         shown = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True).stdout
         if shown.strip() == "idle":
             return
         time.sleep(0.2)
     logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for path in sorted(folder.glob("*.log")))
-    raise AssertionError(f"the node is not ready after 30 s\n{logs}")
+    raise AssertionError(f"the node is not ready after 120 s\n{logs}")
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as sockets:
-        bound = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in bound]
+    """Below those that systems give to connections, one of which might take a port before its daemon does."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(10000, 32768), 1000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"{found}: no {count} of 1000 ports are free")

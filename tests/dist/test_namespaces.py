@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked import gone
 
 from moe_engine.bench import namespaces
 from moe_engine.bench.namespaces import DEVICE, TwoHosts
@@ -49,7 +50,7 @@ with socket.create_server((sys.argv[1], 29500)) as server:
 """
 CALL = """
 import socket, sys, time
-for _ in range(200):
+while True:
     try:
         connection = socket.create_connection((sys.argv[1], 29500))
         break
@@ -65,37 +66,36 @@ def test_two_hosts_reach_each_other_and_leave_nothing(possible: None) -> None:
         assert set(hosts.names) <= existing()
         listener = python(hosts, 0, LISTEN, hosts.addresses[0])
         caller = python(hosts, 1, CALL, hosts.addresses[0])
-        assert listener.communicate(timeout=30)[0] == f"{hosts.addresses[1]} hello\n"
-        assert eval(caller.communicate(timeout=30)[0]) == ["lo", DEVICE]
+        assert listener.communicate(timeout=120)[0] == f"{hosts.addresses[1]} hello\n"
+        assert eval(caller.communicate(timeout=120)[0]) == ["lo", DEVICE]
         for name in hosts.names:
             show = ["tc", "-n", name, "qdisc", "show", "dev", DEVICE]
             shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
             assert re.search(r"tbf .*rate 100Mbit burst 64Kb lat 400ms", shown)
-        forgotten = hosts.run(0, ["sleep", "100"])
+        forgotten = hosts.run(0, ["sleep", "1000"])
         show, shown = ["ip", "netns", "pids", hosts.names[0]], ""
         while not shown:  # it takes a moment to get there
             shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     assert not existing().intersection(hosts.names)
-    assert forgotten.wait(10) == -9 and forgotten.pid == int(shown)
+    assert forgotten.wait(120) == -9 and forgotten.pid == int(shown)
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(possible: None) -> None:
     program = (
         "import os, subprocess; from moe_engine.bench.namespaces import TwoHosts\n"
         "with TwoHosts() as hosts:\n"
-        "    sleeper = hosts.run(1, ['sleep', '100'], stdout=subprocess.DEVNULL)\n"
+        "    sleeper = hosts.run(1, ['sleep', '1000'], stdout=subprocess.DEVNULL)\n"
         "    print(*hosts.names, sleeper.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)"
     )
-    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=240)
     first, second, pid = killed.stdout.split()
     assert {first, second} <= existing()
     with TwoHosts() as hosts:
         assert not existing().intersection((first, second))
         with TwoHosts() as others:  # those of a process that runs stay
             assert {*hosts.names, *others.names} <= existing()
-    status = Path(f"/proc/{pid}/stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert gone(int(pid))
 
 
 def test_what_cannot_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_two_nodes_train_what_one_node_trains(possible: None, tmp_path: Path) ->
     """Two namespaces, each with its own torchrun agent of two ranks, that meet over the wire; then as two pods."""
     words = [*WORDS, f"data.cache_dir={tmp_path}/cache"]
     alone = [sys.executable, "-m", "moe_engine", "train", *words, f"run.dir={tmp_path}/one"]
-    subprocess.run(alone, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run(alone, check=True, timeout=240, stdout=subprocess.DEVNULL)
     for way in ("torchrun", "pods"):
         with TwoHosts() as hosts:
             agents = []
@@ -156,7 +156,7 @@ def test_two_nodes_train_what_one_node_trains(possible: None, tmp_path: Path) ->
                         node, command, variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
                     )
                 )
-            outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+            outputs = [agent.communicate(timeout=240)[0] for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
         assert "4 ranks" in outputs[0]
         expected, found = (without_times(tmp_path / name / "run") for name in ("one", way))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import gone
 
 JOB = """
 import os, sys, time, types
@@ -39,12 +40,12 @@ def train(config):
     if mode == "one fails":
         if rank == 1:
             raise ZeroDivisionError("seeded")
-        time.sleep(100)
+        time.sleep(1000)
     if mode == "one is killed":
         print("last words of", rank, file=sys.stderr, flush=True)
         if rank == 1:
             os.kill(os.getpid(), 9)
-        time.sleep(100)
+        time.sleep(1000)
     if mode == "one is killed while another waits for it":
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -53,7 +54,7 @@ def train(config):
             os.kill(os.getpid(), 9)
         dist.all_reduce(torch.ones(1))
     if mode == "wait":
-        time.sleep(100)
+        time.sleep(1000)
 
 job = types.ModuleType("moe_engine.job")
 job.train = train
@@ -88,7 +89,7 @@ class Started:
     def wait(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
         try:
-            out, err = self.process.communicate(timeout=90)
+            out, err = self.process.communicate(timeout=240)
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -96,20 +97,12 @@ class Started:
 
     def pids(self) -> list[int]:
         """The ranks' process ids, once both run."""
-        end = time.monotonic() + 90
+        end = time.monotonic() + 240
         files = [self.marks / f"started{rank}" for rank in range(2)]
         while not all(file.exists() and file.read_text() for file in files):
             assert time.monotonic() < end and self.process.poll() is None, "the ranks did not start"
             time.sleep(0.05)
         return [int(file.read_text()) for file in files]
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
 def test_ranks_meet_and_only_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
