@@ -53,7 +53,8 @@ def _roll_call(ranks: Sequence[int]) -> list[int]:
     store: Any = getattr(dist.distributed_c10d, "_get_default_store")()  # noqa: B009 - torch types it as its own
     store.set(f"roll call {dist.get_rank()}", "here")
     silent, end = list(ranks), time.monotonic() + ROLL_CALL_S
-    while silent and time.monotonic() < end:
+    while True:  # once at least, however long this process has stood still meanwhile
         silent = [rank for rank in silent if not store.check([f"roll call {rank}"])]
+        if not silent or time.monotonic() > end:
+            return silent
         time.sleep(0.05)
-    return silent

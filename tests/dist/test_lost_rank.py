@@ -107,7 +107,7 @@ def test_a_ranks_own_mistake_calls_nobody() -> None:
 
 def _never_done(rank: int) -> str:
     """Rank 0 waits for what never ends, as for rows that a lost rank was to put; rank 1 is somewhere else."""
-    lost.ROLL_CALL_S = 0.5  # in a process of its own
+    lost.ROLL_CALL_S = 0.0  # in a process of its own, which is itself there
     if rank == 0:
         try:
             lost.wait_until(lambda: False, "rows put", (0, 1), 0.1)
