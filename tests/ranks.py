@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 - torch imports it at a first backward: once, not in each rank
 from torch import Tensor
 
@@ -72,6 +73,8 @@ def _rank(folder: Path, rank: int, world: int, function: Callable[..., Any], arg
     try:
         torch.set_num_threads(1)
         groups.start(torch.device("cpu"), f"file://{folder}/rendezvous", timeout_s=START_LIMIT + time_limit)
+        if world > 1:
+            dist.barrier()  # a rank that ended before another has seen that they are connected would make that one fail
         faulthandler.dump_traceback_later(time_limit, exit=True, file=errors)
         result = function(rank, *args)
         (folder / f"result{rank}").write_bytes(_dumps(result))
