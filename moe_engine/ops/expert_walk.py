@@ -8,8 +8,8 @@ used again (`ops.fresh_memory`). The bits are those of the operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,14 +39,13 @@ class Operands(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Expert:
+class _Expert(NamedTuple):
     """One expert's rows start … stop among those sorted by expert; its products compute start … filled.
 
     beyond: whether the rows of a result from stop on may be written, to be overwritten by what follows.
     """
 
-    index: int
+    number: int
     start: int
     stop: int
     filled: int
@@ -77,19 +76,25 @@ def walks(x: Tensor, up: Tensor, down: Tensor) -> bool:
 def _plan(counts: Sequence[int], most_rows: int) -> list[list[_Run]]:
     """For each thread runs of about `most_rows` rows, or one expert; threads get about as many rows."""
     total, threads = sum(counts), torch.get_num_threads()
-    shares: list[list[_Expert]] = [[] for _ in range(threads)]
+    shares: list[list[tuple[int, int, int]]] = [[] for _ in range(threads)]
     stop = 0
     for index, count in enumerate(counts):
         start, stop = stop, stop + count
         if count:
-            share = shares[(start + stop) * threads // (2 * total)]
-            share.append(_Expert(index, start, stop, start + product_rows(count), False))
+            shares[(start + stop) * threads // (2 * total)].append((index, start, stop))
+    return [list(_runs(_experts(share), most_rows)) for share in shares if share]
+
+
+def _experts(share: list[tuple[int, int, int]]) -> Iterator[_Expert]:
+    """Index, start and stop of experts as `_Expert`."""
     # Behind a share's last row another thread writes: also an expert with few that are not the last must not reach it.
-    shares = [[replace(each, beyond=each.filled <= share[-1].stop) for each in share] for share in shares]
-    return [list(_runs(share, most_rows)) for share in shares if share]
+    end = share[-1][2]
+    for index, start, stop in share:
+        filled = start + product_rows(stop - start)
+        yield _Expert(index, start, stop, filled, filled <= end)
 
 
-def _runs(experts: list[_Expert], most_rows: int) -> Iterator[_Run]:
+def _runs(experts: Iterable[_Expert], most_rows: int) -> Iterator[_Run]:
     taken: list[_Expert] = []
     for expert in experts:
         if taken and expert.stop - taken[0].start > most_rows:
@@ -135,19 +140,21 @@ class _Call:
         offset, a = 0 if not scratch else run.start, a.to(self.compute)
         for expert in run.experts:
             rows = a[expert.start - run.start : expert.filled - run.start]
-            matrix = matrices[expert.index].to(self.compute)
+            matrix = matrices[expert.number]
+            if matrix.dtype != self.compute:
+                matrix = matrix.to(self.compute)
             if out.dtype == self.compute and (scratch or expert.beyond):
                 torch.mm(rows, matrix, out=out[expert.start - offset : expert.filled - offset])
             else:
                 own = out[expert.start - offset : expert.stop - offset]
                 own.copy_(torch.mm(rows, matrix)[: len(own)])
 
-    def weight_gradients(self, d_out: Tensor, rows: Tensor, run: _Run, grads: Tensor) -> None:
+    def weight_gradients(self, d_out: Tensor, rows: Tensor, run: _Run, grads: Sequence[Tensor]) -> None:
         """d_out^T @ rows of each expert, from scratch that begins with the run."""
         d_out, rows = d_out.to(self.compute), rows.to(self.compute)
         for expert in run.experts:
             own = slice(expert.start - run.start, expert.stop - run.start)
-            grad = grads[expert.index]
+            grad = grads[expert.number]
             if grad.dtype == self.compute:
                 torch.mm(d_out[own].T, rows[own], out=grad)
             else:
@@ -155,16 +162,21 @@ class _Call:
 
 
 class _Scratch:
-    """One thread's memory for the longest of its runs. Zeros, so that rows behind a run's are numbers."""
+    """One thread's memory for the longest of its runs. Rows behind any run's are 0, or what a run left there."""
 
     def __init__(self, call: _Call, runs: list[_Run], backward: bool = False) -> None:
-        rows = max(run.experts[-1].filled - run.start for run in runs)
-        device = call.source.device
-        self.rows = torch.zeros(rows, call.dim, dtype=call.compute, device=device)
-        self.first = torch.zeros(rows, call.width, dtype=call.dtype, device=device)
-        self.hidden = torch.zeros(rows, call.hidden, dtype=call.dtype, device=device)
-        self.activation = swiglu_scratch(self.first, 3)
-        self.d_hidden = torch.zeros(rows if backward else 0, call.hidden, dtype=call.dtype, device=device)
+        rows, written = max(run.experts[-1].filled - run.start for run in runs), min(map(len, runs))
+
+        def memory(width: int, dtype: torch.dtype) -> Tensor:
+            made = torch.empty(rows, width, dtype=dtype, device=call.source.device)
+            made[written:] = 0
+            return made
+
+        self.rows = memory(call.dim, call.compute)
+        self.first = memory(call.width, call.dtype)
+        self.hidden = memory(call.hidden, call.dtype)
+        self.d_hidden = memory(call.hidden, call.dtype) if backward else self.hidden
+        self.activation = swiglu_scratch(self.first, 3 if backward else 1)
 
 
 def forward(operands: Operands, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -223,6 +235,7 @@ def backward(
     d_up = call.gradient(up, grad_dtypes[0]) if needs_up else None
     d_down = call.gradient(down, grad_dtypes[1]) if needs_down else None
     d_weights = torch.zeros_like(weights)
+    d_ups, d_downs = (None if grad is None else grad.unbind() for grad in (d_up, d_down))
 
     def work(shares: Sequence[list[_Run]]) -> None:
         for runs in shares:
@@ -230,17 +243,17 @@ def backward(
             for run in runs:
                 first, own = gate_up[run.rows], weights[run.rows]
                 d_hidden, d_first = scratch.d_hidden[: len(run)], scratch.first[: len(run)]
-                hidden = scratch.hidden[: len(run)] if d_down is not None else None
+                hidden = scratch.hidden[: len(run)] if d_downs is not None else None
                 call.gather(d_out, run, scratch.rows)
                 call.products(scratch.rows, downs, run, scratch.d_hidden, scratch=True)
                 swiglu_backward_into(
                     d_first, d_weights[run.rows], d_hidden, first, own, scratch.activation, again=hidden
                 )
-                if d_down is not None and hidden is not None:
-                    call.weight_gradients(scratch.rows, hidden, run, d_down)
-                if d_up is not None:
+                if d_downs is not None and hidden is not None:
+                    call.weight_gradients(scratch.rows, hidden, run, d_downs)
+                if d_ups is not None:
                     call.gather(x, run, scratch.rows)
-                    call.weight_gradients(d_first, scratch.rows, run, d_up)
+                    call.weight_gradients(d_first, scratch.rows, run, d_ups)
                 if d_rows is not None:
                     call.products(scratch.first, ups, run, d_rows, scratch=False)
 

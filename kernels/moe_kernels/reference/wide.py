@@ -167,9 +167,15 @@ def unpermute(rows: Tensor, places: Tensor) -> Tensor:
 
     rows [N, D]; places [R, k] int64, -1 for none -> [R, D], summed in fp32 and rounded once to rows' dtype.
     """
-    all_present = (places >= 0).all(dim=0).tolist()
+    present = places >= 0
+    all_present = present.all(dim=0).tolist()
     if all_present == [True]:
         return rows.index_select(0, places[:, 0])
+    if rows.dtype == _wide(rows.dtype):  # of 16-bit rows this would round each partial sum
+        if all(all_present):
+            return F.embedding_bag(places, rows, mode="sum")
+        counts = present.sum(dim=1)
+        return F.embedding_bag(places[present], rows, counts.cumsum(0) - counts, mode="sum")
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=_wide(rows.dtype), device=rows.device)
     if all(all_present):
         _add_rows(total, rows, places)
@@ -178,8 +184,8 @@ def unpermute(rows: Tensor, places: Tensor) -> Tensor:
         if present_everywhere:
             total += rows.index_select(0, column)
         else:
-            present = (column >= 0).nonzero()[:, 0]
-            total.index_add_(0, present, rows.index_select(0, column[present]).to(total.dtype))
+            some = (column >= 0).nonzero()[:, 0]
+            total.index_add_(0, some, rows.index_select(0, column[some]).to(total.dtype))
     return total.to(rows.dtype)
 
 
@@ -246,6 +252,7 @@ def swiglu_backward_into(
     again [N, F]: for the result of `swiglu`, which shares its exponentials.
     """
     hidden, wide, blocks = gate_up.shape[1] // 2, scratch.dtype, scratch.shape[1]
+    one = scratch.new_ones(())  # a number on the left of a difference cannot have `out`
     for start in range(0, gate_up.shape[0], blocks):
         rows = slice(start, start + blocks)
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
@@ -268,7 +275,7 @@ def swiglu_backward_into(
         d_up = torch.mul(d_act, silu, out=d_gate_up[rows, hidden:] if in_place else silu)
         if not in_place:
             d_gate_up[rows, hidden:] = d_up
-        slope = torch.neg(sigmoid, out=silu).add_(1).mul_(gate).add_(1).mul_(sigmoid).mul_(up)  # d silu / d gate, * up
+        slope = torch.sub(one, sigmoid, out=silu).mul_(gate).add_(1).mul_(sigmoid).mul_(up)  # d silu / d gate, * up
         d_gate = torch.mul(slope, d_act, out=d_gate_up[rows, :hidden] if in_place else slope)
         if not in_place:
             d_gate_up[rows, :hidden] = d_gate
