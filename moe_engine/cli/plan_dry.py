@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def job(config: PlanConfig) -> Config:
         )
     if config.plan.load < 1:
         problems.append(f"plan.load={config.plan.load}: must be 1 or more; use plan.load=1")
+    problems += _wrong_size(config)
     if problems:
         raise ConfigError("\n".join(problems))
     validate(asked)
@@ -61,6 +63,16 @@ def job(config: PlanConfig) -> Config:
     if not 0 <= config.rank < world:
         raise ConfigError(f"rank={config.rank}: ranks are 0 to {world - 1}; use rank=0")
     return asked
+
+
+def _wrong_size(config: PlanConfig) -> list[str]:
+    """The refusal, a line, of a layout that is given whole and has not as many ranks as the cluster has cards."""
+    grid = {axis: getattr(config.parallel, axis) or 0 for axis in ("pp", "dp", "cp", "tp")}  # dp may be left out
+    ranks, gpus = math.prod(grid.values()), config.cluster.gpus
+    if min(grid.values()) < 1 or ranks == gpus:
+        return []
+    shown = " x ".join(f"{axis} {size}" for axis, size in grid.items())
+    return [f"cluster.gpus={gpus}: {shown} are {ranks} ranks; use cluster.gpus={ranks}, or leave parallel.dp out"]
 
 
 def _unread(plan: PlanSection) -> list[str]:

@@ -105,6 +105,10 @@ def test_a_dry_run_prints_what_a_rank_of_a_cluster_holds(capsys: pytest.CaptureF
         (["dry_run=true", "plan.recompute=[moe]"], "plan.recompute=[moe]: the engine recomputes"),
         (["dry_run=true", "parallel.tp=2"], "parallel.tp=2"),
         (
+            ["dry_run=true", "parallel.pp=4", "parallel.dp=16"],
+            "cluster.gpus=8: pp 4 x dp 16 x cp 1 x tp 1 are 64 ranks; use cluster.gpus=64, or leave parallel.dp out",
+        ),
+        (
             ["dry_run=true", "search=true"],
             "search=true: a dry run is of one layout; use search=false, or dry_run=false",
         ),
