@@ -2,9 +2,9 @@
 
 A case is a known model's layer, scaled to the device, in one dtype. All candidates get the same tokens, choices and
 weights, so that routers are not compared. Each one's output and gradients are compared with a loop in fp64; then its
-memory is counted; then all take turns. Memory is that of tensors (`bench.live_memory`): `saved` what a forward leaves
-for its backward, without output, inputs and parameters; `peak` the most at once in forward and backward, gradients of
-the parameters included.
+memory is counted; then all take turns, a slow one in fewer of the rounds. Memory is that of tensors
+(`bench.live_memory`): `saved` what a forward leaves for its backward, without output, inputs and parameters; `peak` the
+most at once in forward and backward, gradients of the parameters included.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_engine.config.load import to_yaml
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BOUNDS = {"fp32": 1e-10, "bf16": 1e-4}  # calc_diff of a right result against fp64: its rounding
 FIGURES = {"tokens_per_s": ".0f", "saved_mb": ".2f", "peak_mb": ".1f"}
+FEWEST_ROUNDS = 2  # of a slow candidate
 MULTIPLE = 32  # scaled sizes are multiples of this
 
 
@@ -70,7 +71,8 @@ class LayerBenchConfig:
     tokens: int = 512
     dtypes: list[str] = field(default_factory=lambda: ["fp32"])
     threads: int = 1
-    rounds: int = 7
+    rounds: int = 15
+    seconds: float = 5.0  # that a candidate's timed calls of a case may take together, by its last warm-up
     warmup: int = 1
     out: str = "bench/layer"
 
@@ -90,12 +92,13 @@ options:
   tokens=512                of one call
   dtypes=[fp32]             fp32, bf16
   threads=1                 threads of the one process
-  rounds=7 warmup=1         timed calls of each candidate, in turns; calls before that
+  rounds=15 warmup=1        timed calls of each candidate, in turns; calls before them
+  seconds=5                 of a candidate's timed calls: a slow one has fewer, {FEWEST_ROUNDS} at least
   out=bench/layer           the folder of results; out= writes none
 
 examples:
   moe-engine bench layer
-  moe-engine bench layer shapes=[mixtral_8x7b] dtypes=[fp32,bf16] tokens=1024 rounds=20 out="""
+  moe-engine bench layer shapes=[mixtral_8x7b] dtypes=[fp32,bf16] tokens=1024 threads=2 rounds=20 out="""
 
 
 def run(config: LayerBenchConfig) -> int:
@@ -131,6 +134,8 @@ def _check(config: LayerBenchConfig) -> None:
         value = getattr(config, name)
         if value < smallest:
             problems.append(f"{name}={value}: must be {smallest} or more, for example {name}={smallest}")
+    if not config.seconds > 0:
+        problems.append(f"seconds={config.seconds}: must be above 0, for example seconds=5")
     if config.out and Path(config.out).is_file():
         problems.append(f"out={config.out}: is a file; name a folder, for example out=bench/layer")
     if problems:
@@ -141,8 +146,9 @@ def _run_case(config: LayerBenchConfig, name: str, dtype: str) -> tuple[list[rec
     scale = config.scale or (1 if torch.cuda.is_available() else 8)
     shape = SHAPES[name].scaled(scale)
     (measured,) = run_ranks(
-        1, config.threads, measure, asdict(shape), config.tokens, dtype, config.warmup, config.rounds
+        1, config.threads, measure, asdict(shape), config.tokens, dtype, config.warmup, config.rounds, config.seconds
     )
+    started = time.time()
     results = []
     settings = asdict(shape) | {"shape": name, "scale": scale, "dtype": dtype, "tokens": config.tokens}
     for phase in ("forward", "both"):
@@ -154,7 +160,7 @@ def _run_case(config: LayerBenchConfig, name: str, dtype: str) -> tuple[list[rec
                 figures["tokens_per_s"] = config.tokens / record.summarize(samples).median
             results.append(
                 record.Result(
-                    "layer", case, candidate, case, samples, record.Verdict(**verdict), figures,
+                    "layer", case, candidate, f"{case} {started}", samples, record.Verdict(**verdict), figures,
                     settings | {"phase": phase, "threads": config.threads},
                 )
             )  # fmt: skip
@@ -162,7 +168,14 @@ def _run_case(config: LayerBenchConfig, name: str, dtype: str) -> tuple[list[rec
 
 
 def measure(
-    rank: int, device: torch.device, sizes: dict[str, int], tokens: int, dtype: str, warmup: int, rounds: int
+    rank: int,
+    device: torch.device,
+    sizes: dict[str, int],
+    tokens: int,
+    dtype: str,
+    warmup: int,
+    rounds: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Verdicts, memory, and for each right candidate the seconds of its forwards alone and with backward."""
     shape = Shape(**sizes)
@@ -174,19 +187,30 @@ def measure(
     right = [name for name in candidates if verdicts[name].passed]
     memory = {name: count_memory(candidates[name], inputs, d_out) for name in right}
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
+    taken = dict.fromkeys(right, rounds)  # rounds that each takes part in
     for index, name in enumerate(record.turns(right, warmup + rounds)):
+        round_of = index // len(right) - warmup
+        if round_of >= 0 and not _takes_part(round_of, taken[name], rounds):
+            continue
         sample = {
             "forward": _time_forward(candidates[name], inputs),
             "both": _time_both(candidates[name], inputs, d_out),
         }
-        if index >= warmup * len(right):
+        if round_of >= 0:
             samples[name].append(sample)
+        else:
+            taken[name] = min(rounds, max(FEWEST_ROUNDS, int(seconds / sum(sample.values()))))
     return {
         "verdicts": {name: asdict(verdict) for name, verdict in verdicts.items()},
         "samples": samples,
         "memory": memory,
         "missing": missing,
     }
+
+
+def _takes_part(index: int, taken: int, rounds: int) -> bool:
+    """Whether round `index` is one of those, evenly spread, that a candidate of `taken` of all rounds is timed in."""
+    return (index + 1) * taken // rounds > index * taken // rounds
 
 
 def make_inputs(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[peers.Inputs, Tensor]:
@@ -266,6 +290,7 @@ def _ratios(results: list[record.Result]) -> list[str]:
     """Ours beside the fastest peer of each case, and what it keeps beside transformers' eager experts."""
     lines = []
     for case in dict.fromkeys(result.case for result in results):
+        lines += _fewer([result for result in results if result.case == case])
         timed = {r.candidate: r for r in results if r.case == case and r.samples}
         rivals = [name for name in timed if name not in (peers.OURS, peers.HOSTED)]
         if peers.OURS not in timed or not rivals:
@@ -283,3 +308,10 @@ def _ratios(results: list[record.Result]) -> list[str]:
             ratio = medians[best] / medians[peers.HOSTED]
             lines.append(f"  * as experts_implementation=moe_engine {ratio:.2f}x as fast as {best}")
     return lines
+
+
+def _fewer(results: list[record.Result]) -> list[str]:
+    """Says who was timed less often than others in a case."""
+    most = max(len(result.samples) for result in results)
+    few = [f"{r.candidate} {len(r.samples)}" for r in results if 0 < len(r.samples) < most]
+    return [f"* {results[0].case}: timed calls fewer than {most}, for they are slow: {', '.join(few)}"] if few else []

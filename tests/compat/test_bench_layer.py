@@ -18,11 +18,20 @@ CPU = torch.device("cpu")
 
 def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    words = ["shapes=[gpt2]", "dtypes=[fp16]", "tokens=0", "rounds=0", "scale=-1", f"out={tmp_path}/file"]
+    words = ["shapes=[gpt2]", "dtypes=[fp16]", "tokens=0", "rounds=0", "seconds=0", "scale=-1", f"out={tmp_path}/file"]
     assert main(["bench", "layer", *words]) == 2
     output = capsys.readouterr()
     assert output.out == "" and "Traceback" not in output.err
-    for part in ("shapes=[gpt2]", "mixtral_8x7b", "dtypes=[fp16]", "tokens=0", "rounds=0", "scale=-1", "is a file"):
+    for part in (
+        "shapes=[gpt2]",
+        "mixtral_8x7b",
+        "dtypes=[fp16]",
+        "tokens=0",
+        "rounds=0",
+        "seconds=0",
+        "scale=-1",
+        "is a file",
+    ):
         assert part in output.err
     assert main(["bench", "layer", "shapes=[]"]) == 2
 
@@ -32,7 +41,7 @@ def test_every_case_is_checked_counted_timed_and_recorded(monkeypatch: pytest.Mo
     rates = {"matrix_flops": {}, "copy_bytes": {}, "send_bytes": 1.0}
     monkeypatch.setattr(machine, "describe", lambda threads: known | {"ceilings": rates})
     monkeypatch.setattr(layer, "run_ranks", lambda world, threads, function, *args: [function(0, CPU, *args)])
-    words = ["shapes=[mixtral_8x7b]", "scale=128", "tokens=24", "rounds=2", f"out={tmp_path}/b"]
+    words = ["shapes=[mixtral_8x7b]", "scale=128", "tokens=24", "rounds=5", "seconds=1e-9", f"out={tmp_path}/b"]
     assert main(["bench", "layer", *words]) == 0
     results = record.read(tmp_path / "b")
     assert {r.candidate for r in results} >= {
@@ -45,6 +54,20 @@ def test_every_case_is_checked_counted_timed_and_recorded(monkeypatch: pytest.Mo
     assert "x as fast as" in report and "of what eager experts keep" in report and "* megablocks: not " in report
     assert "as experts_implementation=moe_engine" in report
     assert (tmp_path / "b" / "plot.svg").exists()
+
+
+@pytest.mark.parametrize("taken", [2, 3, 7, 15])
+def test_a_slow_candidate_takes_part_in_fewer_rounds_evenly_spread(taken: int) -> None:
+    rounds = [index for index in range(15) if layer._takes_part(index, taken, 15)]
+    gaps = [b - a for a, b in zip(rounds, rounds[1:], strict=False)]
+    assert len(rounds) == taken and max(gaps) - min(gaps) <= 1
+
+
+def test_who_was_timed_less_often_is_said() -> None:
+    right = record.Verdict(True, "")
+    fast, slow = (record.Result("layer", "both", name, "", [1.0] * n, right) for name, n in (("a", 9), ("b", 2)))
+    assert layer._fewer([fast, slow]) == ["* both: timed calls fewer than 9, for they are slow: b 2"]
+    assert layer._fewer([fast, fast]) == []
 
 
 def test_a_wrong_peer_fails_whether_in_its_output_or_a_gradient() -> None:
