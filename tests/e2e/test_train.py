@@ -125,11 +125,32 @@ def test_quickstart_under_torchrun(tmp_path: Path) -> None:
     check_run_folder(tmp_path / "runs" / "quickstart", 2)
 
 
+# A sitecustomize: the rank that reports stands still after so many lines, so that none ends before it is killed.
+STANDS_STILL = """
+import time
+from moe_engine.metrics import RunFolder
+
+write = RunFolder.write
+
+def write_and_stand_still(self, metrics):
+    write(self, metrics)
+    while metrics.step + 1 >= {lines}:
+        time.sleep(1)
+
+RunFolder.write = write_and_stand_still
+"""
+
+
 def kill_after(folder: Path, lines: int, *words: str) -> None:
     """Start the command and kill it, all ranks, when `lines` steps are in metrics.jsonl."""
-    process = subprocess.Popen(command(folder, *words), cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True)
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(STANDS_STILL.format(lines=lines))
+    environment = os.environ | {"PYTHONPATH": str(folder / "hook")}
+    process = subprocess.Popen(
+        command(folder, *words), cwd=folder, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     file = folder / "runs" / "default" / "metrics.jsonl"
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while not (file.exists() and file.read_text().count("\n") >= lines):
         assert process.poll() is None and time.monotonic() < end, "the run ended before it could be killed"
         time.sleep(0.02)
@@ -183,16 +204,6 @@ def golden_run(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder / "runs" / "default")]
 
 
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as temporary:
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        known[machine_key()] = golden_run(Path(temporary))
-        GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_long_context_experiment_on_four_ranks(tmp_path: Path) -> None:
@@ -206,3 +217,13 @@ def test_the_long_context_experiment_on_four_ranks(tmp_path: Path) -> None:
     assert all(line["tokens"] > 0.9 * 32768 for line in lines)
     peaks = json.loads((run / "summary.json").read_text())["peak_memory_gib_per_rank"]
     assert len(peaks) == 4 and max(peaks) < 1.5
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as temporary:
+        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        known[machine_key()] = golden_run(Path(temporary))
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
