@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-SECONDS = 20.0  # after which a wait is a deadlock
+SECONDS = 120.0  # after which a wait is a deadlock
 
 
 class Int(int):

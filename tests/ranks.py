@@ -32,7 +32,7 @@ START_LIMIT = 120.0  # seconds until all ranks have met
 GRACE = 5.0  # seconds for the others, once one has failed, to fail too and leave their stacks
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, time_limit: float = 60.0) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, time_limit: float = 120.0) -> list[Any]:
     """`function(rank, *args)` on `world` ranks; the list of their results. World 1 is forked too."""
     torch.set_num_threads(1)  # a child forked after threaded work in the parent would hang with threads of its own
     with tempfile.TemporaryDirectory() as folder:

@@ -91,7 +91,7 @@ class Emulated:
     def wait_signal(self, signal: Any, value: Any) -> None:
         at, least = self._offset(signal), _int(value)
         here = self._heaps[self._rank][at : at + 8].view(torch.int64)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 150
         while int(here) < least:
             if time.monotonic() > end:
                 raise TimeoutError(f"rank {self._rank}: signal at {at} is {int(here)}, awaited {least}")

@@ -140,7 +140,7 @@ def runs(layout: tuple[int, int, int, int]) -> dict[str, list[dict[str, Any]]]:
     pp, dp, ep, cp = layout
     initial_values(pp == 4)  # made here, so that the ranks need not
     jobs = [(make_config(kind, pp, dp, ep, cp), kind) for kind in KINDS]
-    results = run_ranks(pp * dp * cp, _run, jobs, time_limit=80.0)
+    results = run_ranks(pp * dp * cp, _run, jobs, time_limit=240.0)
     return {kind.name: [result[i] for result in results] for i, kind in enumerate(KINDS)}
 
 

@@ -85,5 +85,5 @@ def test_rank_that_cannot_read_fails_all(tmp_path: Path) -> None:
     case = Case(pp=2, dp=2, ep=2, steps=1)
     source = random_folder(tmp_path / "source", config_of(case).model)
     with pytest.raises(AssertionError, match="nowhere: no such folder") as error:
-        run(case, fault=partial(damaged, source), time_limit=30)
+        run(case, fault=partial(damaged, source))
     assert str(error.value).count("ConfigError") >= 4

@@ -66,8 +66,8 @@ def test_two_hosts_reach_each_other_and_leave_nothing(possible: None) -> None:
         assert set(hosts.names) <= existing()
         listener = python(hosts, 0, LISTEN, hosts.addresses[0])
         caller = python(hosts, 1, CALL, hosts.addresses[0])
-        assert listener.communicate(timeout=120)[0] == f"{hosts.addresses[1]} hello\n"
-        assert eval(caller.communicate(timeout=120)[0]) == ["lo", DEVICE]
+        assert listener.communicate(timeout=240)[0] == f"{hosts.addresses[1]} hello\n"
+        assert eval(caller.communicate(timeout=240)[0]) == ["lo", DEVICE]
         for name in hosts.names:
             show = ["tc", "-n", name, "qdisc", "show", "dev", DEVICE]
             shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout

@@ -44,7 +44,7 @@ def without_times(run: Path) -> list[dict[str, Any]]:
 def submit(environment: dict[str, str], folder: Path, *words: str) -> tuple[int, str]:
     """The exit code of the job and what its tasks printed."""
     command = ["sbatch", *ASKED, "--output=job.log", "launch/slurm.sbatch", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, timeout=200, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=240, capture_output=True, text=True)
     log = folder / "job.log"
     return done.returncode, log.read_text() if log.exists() else done.stderr
 
@@ -55,7 +55,7 @@ def test_a_job_trains_what_local_ranks_train(tmp_path: Path) -> None:
     here = checkout(tmp_path / "checkout")
     words = [*WORDS, f"data.cache_dir={tmp_path}/cache"]
     local = [sys.executable, "-m", "moe_engine", "train", *words, f"run.dir={tmp_path}/local"]
-    subprocess.run(local, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run(local, check=True, timeout=240, stdout=subprocess.DEVNULL)
     with slurm.cluster(tmp_path / "slurm", cpus=4) as environment:
         code, log = submit(environment, here, *words, f"run.dir={tmp_path}/job")
         assert code == 0, log
@@ -91,7 +91,7 @@ def test_a_sweep_runs_as_jobs(tmp_path: Path) -> None:
             [sys.executable, "-m", "moe_engine", "train", "--multirun", *words, *launcher],
             cwd=tmp_path,
             env=environment,
-            timeout=200,
+            timeout=240,
             capture_output=True,
             text=True,
         )

@@ -271,7 +271,7 @@ def test_a_port_that_is_taken(here: Path) -> None:
             env=os.environ | TORCHRUN | {"MASTER_PORT": str(port)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]

@@ -71,9 +71,9 @@ def test_a_sweep_is_composed_and_listed(
 def test_runs_of_a_sweep_are_ordinary_runs_in_folders_of_their_own(tmp_path: Path) -> None:
     start = [sys.executable, "-m", "moe_engine", "train"]
     words = [*start, *SMALL, "--multirun", "optim.lr=1e-3,3e-3", "run.name=rates"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    alone = subprocess.run([*start, *SMALL, "optim.lr=3e-3"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    alone = subprocess.run([*start, *SMALL, "optim.lr=3e-3"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert alone.returncode == 0, alone.stderr
     rows = json.loads((tmp_path / "runs" / "rates" / "sweep.json").read_text())
     assert [row["options"] for row in rows] == [["optim.lr=0.001"], ["optim.lr=0.003"]]
@@ -82,5 +82,5 @@ def test_runs_of_a_sweep_are_ordinary_runs_in_folders_of_their_own(tmp_path: Pat
     assert rows[1]["loss"] == single["loss"] != rows[0]["loss"]
     table = done.stdout[done.stdout.rindex("runs/rates") :]
     assert "optim.lr" in table and "0.001" in table and "0.003" in table and f"{single['loss']:,.4g}" in table
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert again.returncode == 2 and "run.name=0: runs/rates/0 holds a run" in again.stderr

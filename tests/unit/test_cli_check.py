@@ -27,7 +27,7 @@ def test_a_job_of_2048_ranks_is_described_without_torch(tmp_path: Path) -> None:
         "print('# torch' if 'torch' in sys.modules else '# none'); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, "train", *ON_2048], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, "train", *ON_2048], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "# layout: 2048 ranks = pp 2 x dp 1024" in done.stdout

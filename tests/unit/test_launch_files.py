@@ -110,7 +110,7 @@ def test_env_sets_each_variable_with_a_reason_and_only_where_it_is_not_set() -> 
 
 def test_local_passes_its_words_on(tmp_path: Path) -> None:
     words = ["experiment=quickstart", "run.check=true", f"run.dir={tmp_path / 'runs with space'}"]
-    done = subprocess.run([LAUNCH / "local.sh", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([LAUNCH / "local.sh", *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())  # YAML breaks long lines at spaces
     assert "# layout: 4 ranks = pp 2 x dp 2" in told and "runs with space" in told

@@ -11,7 +11,7 @@ import textwrap
 
 
 def run(text: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
