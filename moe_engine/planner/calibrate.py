@@ -1,25 +1,21 @@
 """Efficiencies of cards from measured steps: which rows count, and what follows from which.
 
-Six efficiencies are fitted for each group, a card in one format with one software. What a group's rows leave open stays
-where its relatives are: the same software and format on other cards; before that, for all but matrix products, the same
-software in another format; before that, the defaults. The time of launches, which is the host's, comes from the same
-card alone.
-
-A release of a software runs models with experts slower or faster than its others by a factor that all cards and
-formats share. The fewer models show it, the less it counts.
+Six efficiencies are fitted for each group, a card in one format with one software; `fit.py` says what groups of one
+software learn from each other. A release of a software runs models with experts slower or faster than its others by a
+factor that all cards and formats share.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.planner.efficiencies import Group, Known, Table
-from moe_engine.planner.fit import Sample, fit
+from moe_engine.planner.fit import Fitted, Observation, Sample, Start, fit
 from moe_engine.planner.hardware import Efficiency
 from moe_engine.planner.measured import Dropped, Measurement
 from moe_engine.planner.stages import cut
@@ -31,7 +27,9 @@ DEFAULTS = {
     "fp8": Efficiency(matmul=0.6, grouped=0.45),
     "fp4": Efficiency(matmul=0.45, grouped=0.3),
 }
-RELEASE_ROUNDS = 2
+# Time in which a host launches one pass through a dense block: kernel by kernel, and where most are captured in graphs,
+# as those who run racks of 72 cards do.
+EAGER_US, CAPTURED_US = 500.0, 100.0
 
 Samples = dict[Group, list[tuple[Measurement, Sample]]]
 
@@ -73,17 +71,25 @@ def families(rows: Sequence[Measurement]) -> dict[str, str]:
 def samples_of(best: Sequence[Measurement]) -> tuple[Samples, list[Dropped]]:
     """The rows by group, ready for fitting. The rows of one model count for no more than the root of their number:
     twenty layouts of one model say less than twenty models."""
-    counts = Counter((row.group, family(row.name)) for row in best)
     samples: Samples = defaultdict(list)
     failed = []
     for row in best:
         try:
             work = step_work(cut(row.model, row.strategy), row.cluster)
-            weight = counts[row.group, family(row.name)] ** -0.5
-            samples[row.group].append((row, Sample.of(work, row.seconds, weight)))
+            samples[row.group].append((row, Sample.of(work, row.seconds)))
         except ConfigError as error:
             failed.append(Dropped(row.id, str(error).splitlines()[0]))
     return samples, failed
+
+
+def starts_of(rows: Sequence[Measurement]) -> dict[Group, Start]:
+    """What is assumed of each group before any row of it is seen."""
+    starts = {}
+    for row in rows:
+        rack = row.cluster.gpus_per_node > 8
+        default = replace(DEFAULTS[row.group[1]], block_us=CAPTURED_US if rack else EAGER_US)
+        starts[row.group] = Start(default, "rack" if rack else "box")
+    return starts
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -95,84 +101,45 @@ def quantile(values: Sequence[float], share: float) -> float:
 def fitted(measurements: Sequence[Measurement]) -> Table:
     """The efficiencies of every group and the factor of every release from all rows: for planning, not for judging
     the planner."""
-    samples, _ = samples_of(best_rows(measurements)[0])
-    fits = Fits(samples)
+    best, _ = best_rows(measurements)
+    samples, _ = samples_of(best)
+    fits = Fits(samples, families(best), starts_of(best))
     groups = {}
     for group, found in samples.items():
         experts = sum(row.model.num_experts > 0 for row, _ in found)
         year = max(row.year for row, _ in found)
         groups[group] = Known(fits.of(group), len(found) - experts, experts, year)
-    return Table(groups, {f"{software} {release}": factor for (software, release), factor in fits.releases.items()})
+    softwares = {group[2] for group in samples}
+    return Table(
+        groups,
+        {f"{each} {name}": factor for each in softwares for name, factor in fits.software(each).releases.items()},
+    )
 
 
 class Fits:
-    """Efficiencies of groups and factors of releases from given rows."""
+    """Efficiencies of groups and factors of releases from given rows; each software when it is asked for. names: of
+    the models, as `families` finds them; starts: what is assumed of every group."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-        self.releases: dict[tuple[str, str], float] = {}
-        self._known: dict[tuple[str, ...], Efficiency] = {}
+    def __init__(self, samples: Samples, names: Mapping[str, str], starts: Mapping[Group, Start]) -> None:
+        self.samples, self.names, self.starts = samples, names, starts
+        self._known: dict[str, Fitted] = {}
 
     def of(self, group: Group) -> Efficiency:
         """The efficiencies of a group."""
-        if not any(software == group[2] for software, _ in self.releases):
-            self._learn_releases(group[2])
-        return self._group(group)
+        return self.software(group[2]).efficiencies[group]
 
     def factor(self, row: Measurement) -> float:
         """How much longer steps take in a row's release."""
-        return self.releases.get((row.stack, row.release), 1.0) if row.model.num_experts else 1.0
+        return self.software(row.stack).releases.get(row.release, 1.0) if row.model.num_experts else 1.0
 
-    def _learn_releases(self, software: str) -> None:
-        rows = [
-            (group, row, sample)
-            for group, found in self.samples.items()
-            for row, sample in found
-            if group[2] == software and row.release and row.model.num_experts
-        ]
-        for _ in range(RELEASE_ROUNDS if rows else 0):
-            errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-            for group, row, sample in rows:
-                error = sample.error(self._group(group)) + math.log(self.factor(row))
-                errors[row.release][family(row.name)].append(error)
-            for release, by_model in errors.items():
-                middle = quantile([quantile(found, 0.5) for found in by_model.values()], 0.5)
-                change = math.exp(-middle * len(by_model) / (len(by_model) + 1))
-                self.releases[software, release] = self.releases.get((software, release), 1.0) * change
-            self._known = {key: value for key, value in self._known.items() if key[-1] != software}
-
-    def _group(self, group: Group) -> Efficiency:
-        return self._fit(group, lambda other: other == group, lambda: self._relatives(group))
-
-    def _relatives(self, group: Group) -> Efficiency:
-        card, compute, software = group
-        rates = self._fit(
-            ("", compute, software),
-            lambda other: other[1:] == group[1:],
-            lambda: self._other_format(("", compute, software), lambda other: other[2] == software),
-        )
-        here = self._other_format(group, lambda other: other[0] == card and other[2] == software)
-        return replace(rates, block_us=here.block_us)
-
-    def _other_format(self, key: Group, belongs: Callable[[Group], bool]) -> Efficiency:
-        """What the rows that belong say about all but matrix products, in the format, not that of `key`, with most."""
-        card, compute, software = key
-        counts: Counter[str] = Counter()
-        for group, found in self.samples.items():
-            counts[group[1]] += len(found) if belongs(group) and group[1] != compute else 0
-        name, rows = max(counts.items(), key=lambda each: each[1])
-        if not rows:
-            return DEFAULTS[compute]
-        found_there = self._fit(
-            ("alone", card, name, software), lambda each: belongs(each) and each[1] == name, lambda: DEFAULTS[name]
-        )
-        return replace(found_there, matmul=DEFAULTS[compute].matmul, grouped=DEFAULTS[compute].grouped)
-
-    def _fit(
-        self, key: tuple[str, ...], belongs: Callable[[Group], bool], prior: Callable[[], Efficiency]
-    ) -> Efficiency:
-        if key not in self._known:
-            rows = [each for group, found in self.samples.items() if belongs(group) for each in found]
-            used = [replace(sample, seconds=sample.seconds / self.factor(row)) for row, sample in rows]
-            self._known[key] = fit(used, prior())
-        return self._known[key]
+    def software(self, software: str) -> Fitted:
+        """All that is known of a software."""
+        if software not in self._known:
+            groups = [group for group in self.samples if group[2] == software]
+            observed = [
+                Observation(sample, group, self.names[row.name], row.release if row.model.num_experts else "")
+                for group in groups
+                for row, sample in self.samples[group]
+            ]
+            self._known[software] = fit(observed, {group: self.starts[group] for group in groups})
+        return self._known[software]

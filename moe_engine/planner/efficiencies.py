@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.planner.fit import NAMES
 from moe_engine.planner.hardware import Efficiency
+from moe_engine.planner.many import NAMES
 
 Group = tuple[str, str, str]  # card, format, software
 ANY = "any"  # card and format of a release

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from moe_engine.planner.hardware import Efficiency
 from moe_engine.planner.timing import HIDING, StepWork, has_pairs, rank_share
 from moe_engine.planner.work import BF16_PRODUCTS, LAUNCH_POWER
 
+NAMES = tuple(field.name for field in fields(Efficiency))
+ATTENTION, MEMORY, LINKS, LAUNCHES = (NAMES.index(name) for name in ("attention", "memory", "links", "block_us"))
 Array = npt.NDArray[np.float64]
 
 
@@ -58,14 +60,16 @@ class Steps:
         stretch = [rank_share(w) * s.micro_batches * x for w, s, x in zip(works, strategies, steadiness, strict=True)]
         self.stretch = np.array(stretch)
 
-    def seconds(self, efficiency: Efficiency) -> Array:
-        """The time of each step with these efficiencies."""
-        links, of = efficiency.links, self.step_of_stage
-        alone = _computing(self.passes, efficiency) + self._exposed(efficiency)
+    def seconds(self, efficiencies: Array) -> Array:
+        """The time of each step with its efficiencies [steps, 6], or those of all [6], in the order of `NAMES`."""
+        efficiencies = np.broadcast_to(efficiencies, (len(self.stretch), len(NAMES)))
+        of = self.step_of_stage
+        own, links = efficiencies[of], efficiencies[:, LINKS]
+        alone = _computing(self.passes, own[:, None, :]) + self._exposed(own[:, None, :])
         forward, backward = alone[:, 0], alone[:, 1] + alone[:, 2]
         both = self.passes.sum(axis=1)
-        computing = _computing(both, efficiency) + both[:, 4] / links
-        pair = computing + _beside((both[:, 5] + both[:, 6]) / links, computing)
+        computing = _computing(both, own) + both[:, 4] / own[:, LINKS]
+        pair = computing + _beside((both[:, 5] + both[:, 6]) / own[:, LINKS], computing)
         pair = np.minimum(pair, forward + backward)
         gather, reduce = (self.of_stage * each / links for each in (self.gather, self.reduce))
         hide = self.hides["dp"]
@@ -80,21 +84,20 @@ class Steps:
             _beside((self.of_stage == 0) * volume / links, hide * np.bincount(step, cost[stage] * count))
             for volume, cost in ((self.reduce, backward), (self.gather, forward))
         )
-        return np.asarray(longest * self.stretch + sum(exposed) + self.optimizer / efficiency.memory)
+        return np.asarray(longest * self.stretch + sum(exposed) + self.optimizer / efficiencies[:, MEMORY])
 
-    def _exposed(self, efficiency: Efficiency) -> Array:
+    def _exposed(self, efficiencies: Array) -> Array:
         """`timing._exposed` of every pass of every stage."""
         tp, cp, ep = (self.hides[name][self.step_of_stage][:, None] for name in ("tp", "cp", "ep"))
-        passes, links = self.passes, efficiency.links
-        core = _beside(passes[..., 5] / links, cp * passes[..., 2] / efficiency.attention)
+        passes, links = self.passes, efficiencies[..., LINKS]
+        core = _beside(passes[..., 5] / links, cp * passes[..., 2] / efficiencies[..., ATTENTION])
         return np.asarray((passes[..., 4] * (1 - tp) + passes[..., 6] * (1 - ep)) / links + core)
 
 
-def _computing(work: Array, efficiency: Efficiency) -> Array:
-    """`Work.compute_seconds` of [..., parts of Work]."""
-    rates = (efficiency.matmul, efficiency.grouped, efficiency.attention, efficiency.memory)
-    units = work[..., :4] @ (1.0 / np.array(rates)) + work[..., 7] / BF16_PRODUCTS
-    launches = work[..., 8] * (efficiency.block_us * 1e-6)
+def _computing(work: Array, efficiencies: Array) -> Array:
+    """`Work.compute_seconds` of [..., parts of Work] with [..., 6]."""
+    units = (work[..., :4] / efficiencies[..., :4]).sum(axis=-1) + work[..., 7] / BF16_PRODUCTS
+    launches = work[..., 8] * (efficiencies[..., LAUNCHES] * 1e-6)
     return np.asarray((units**LAUNCH_POWER + launches**LAUNCH_POWER) ** (1 / LAUNCH_POWER))
 
 

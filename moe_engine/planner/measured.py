@@ -260,7 +260,7 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             seq_len=seq_len,
-            stage_layers=balanced(model, pp * virtual, seq_len) if source["balanced"] == "1" and pp > 1 else (),
+            stage_layers=_stage_layers(source["balanced"], model, pp * virtual, seq_len),
             zero=zero,
             shard=shard,
             recompute=_recompute(row["recompute"] or source["recompute"]),
@@ -292,8 +292,19 @@ def _schedule(row: Row, model: Architecture, pp: int, micro_batches: int) -> tup
     if name == "1F1B-I" and not row["vpp"]:
         virtual = max(1, (model.num_layers + 2) // pp)
     if virtual > 1 and micro_batches % pp == 0 and pp * virtual <= model.num_layers + 2:
-        return "interleaved_1f1b", min(virtual, max(1, model.num_layers // pp))
+        return "interleaved_1f1b", min(virtual, -(-model.num_layers // pp))
     return "1f1b", 1
+
+
+def _stage_layers(how: str, model: Architecture, stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each stage as a publisher cuts models: `1` by time, `ends`: the first and last hold one less, beside
+    embedding and head; else as even as possible."""
+    if how == "1" and stages > 1:
+        return balanced(model, stages, seq_len)
+    if how == "ends" and stages > 2 and (model.num_layers + 2) % stages == 0:
+        each = (model.num_layers + 2) // stages
+        return (each - 1, *[each] * (stages - 2), each - 1)
+    return ()
 
 
 def _zero(row: Row, source: Row) -> tuple[int, int]:

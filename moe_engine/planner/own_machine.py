@@ -30,7 +30,7 @@ from moe_engine.planner.architecture import Architecture, Matrix
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.records import Record, Row, read_records, unreadable
 from moe_engine.planner.strategy import Strategy
-from moe_engine.planner.work import ATTENTION_BACKWARD, SHORT_SEQUENCE, crossings
+from moe_engine.planner.work import ATTENTION_BACKWARD, CODED_PRODUCT, core_loss, crossings
 
 NUMBERS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # names in machine.json
 WIDE = {4.0: "fp32", 8.0: "fp64"}  # by bytes of a parameter
@@ -179,7 +179,8 @@ def _attention(record: Record, question: Question) -> Share | None:
             number, _, keys, values = map(int, heads.split("x"))
             flops = sequences * length**2 * number * (keys + values)
             passes = 1.0 + 2.5 * ATTENTION_BACKWARD
-            ideal = flops * (1.0 + SHORT_SEQUENCE / length) * passes / question.cluster.peak("bf16")
+            loss = core_loss(question.cluster, keys + values, length)
+            ideal = flops * loss * passes / question.cluster.peak("bf16")
             timed.append(Timed(length, ideal, found["forward"].seconds + found["backward"].seconds))
     strategy = question.strategy
     sizes = [(strategy.seq_len / strategy.layout.cp, 1.0)]
@@ -229,10 +230,11 @@ def _products(record: Record, question: Question, dense: bool) -> Iterator[Timed
             key = row.config["op"], row.config["shape"]
             best[key] = min(best.get(key, row), row, key=lambda each: each.seconds)
     peak = question.cluster.peak(question.strategy.precision.compute)
+    width = CODED_PRODUCT if question.products == "fp8" else 2.0
     for (_, shape), row in best.items():
         groups, rows, columns, depth = map(int, shape.split("x"))
         operands = groups * (rows * (columns + depth) + columns * depth)
-        traffic = 2.0 * operands / (question.cluster.memory_tb_s * 1e12) / question.memory
+        traffic = width * operands / (question.cluster.memory_tb_s * 1e12) / question.memory
         if traffic < MEMORY_BOUND * row.seconds:
             ideal = 2.0 * groups * rows * columns * depth / peak
             yield Timed((rows * columns * depth) ** (1 / 3), ideal, row.seconds - traffic)

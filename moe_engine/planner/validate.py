@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from moe_engine.planner.answer import room
-from moe_engine.planner.calibrate import DEFAULTS, Fits, Samples, best_rows, families, family, quantile, samples_of
+from moe_engine.planner.calibrate import Fits, Samples, best_rows, families, family, quantile, samples_of, starts_of
 from moe_engine.planner.efficiencies import Group
 from moe_engine.planner.measured import Dropped, Feasibility, Measurement
 from moe_engine.planner.memory import rank_memory
@@ -49,8 +49,8 @@ def validate(rows: int, measurements: Sequence[Measurement], dropped: Sequence[D
     """Predict every configuration."""
     best, noise = best_rows(measurements)
     samples, failed = samples_of(best)
-    names = families(best)
-    fits = {model: Fits(_without(samples, names, model)) for model in set(names.values())}
+    names, starts = families(best), starts_of(best)
+    fits = {model: Fits(_without(samples, names, model), names, starts) for model in set(names.values())}
     predictions = [p for group in sorted(samples) for p in _predict(group, samples, names, fits)]
     used = len(measurements) - len(failed)
     return Validation(predictions, rows, used, [*dropped, *failed], noise)
@@ -84,7 +84,7 @@ def _without(samples: Samples, names: dict[str, str], model: str) -> Samples:
 def _predict(group: Group, samples: Samples, names: dict[str, str], fits: dict[str, Fits]) -> list[Prediction]:
     """The rows of one group, each model by the others."""
     predictions = []
-    found, default = samples[group], DEFAULTS[group[1]]
+    found = samples[group]
     rates = [(names[row.name], _flops(row) / row.seconds) for row, _ in found]
     every = [
         (names[row.name], _flops(row) / row.seconds / row.cluster.peak(group[1]))
@@ -97,7 +97,7 @@ def _predict(group: Group, samples: Samples, names: dict[str, str], fits: dict[s
         others = [rate for other, rate in rates if other != name]
         share = quantile([share for other, share in every if other != name], 0.5)
         rate = quantile(others, 0.5) if len(others) >= FEW else share * row.cluster.peak(group[1])
-        efficiency = fits[name].of(group)
+        efficiency, default = fits[name].of(group), fits[name].starts[group].efficiency
         predictions.append(
             Prediction(
                 row,

@@ -17,6 +17,9 @@ from moe_engine.planner.strategy import Strategy
 
 # Share of the bf16 peak that large products reach on every card: those an fp8 recipe leaves in bf16 (the output head).
 BF16_PRODUCTS = 0.75
+# Bytes between memory and units for each number that a product reads or writes: 2 in bf16. In fp8 it reads codes and
+# writes 2 bytes; before, that was read in 2 bytes and written as codes both ways round. Means of three products.
+CODED_PRODUCT, CODING = 1.3, 1.4
 # Units and launches run side by side: how sharply the longer one wins (1: they add up).
 LAUNCH_POWER = 3.0
 # A block with experts launches so many times what a dense one does: routing, permutation, exchange, grouped products.
@@ -25,6 +28,9 @@ MOE_LAUNCHES = 3.0
 # published rates on Hopper: forward 553 and 638 TFLOP/s at 4,096 and 16,384 tokens, backward 422 and 523.
 SHORT_SEQUENCE = 885.0
 ATTENTION_BACKWARD = 1.27
+# Since Hopper's matrix units the exponential of a score takes as long as the products with this sum of widths, partly
+# beside them: per operation, heads of 64 take a third longer than heads of 128, which the published rates are of.
+EXPONENTIAL = 128.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ class Rates:
         self.matrix = 1.0 / cluster.peak(strategy.precision.compute)
         self.attention = 1.0 / cluster.peak("bf16")
         self.memory = 1.0 / (cluster.memory_tb_s * 1e12)
+        self.operand = 2.0 if strategy.precision.compute == "bf16" else CODED_PRODUCT + CODING
         layout = strategy.layout
         self.tp = hardware.group(cluster, layout.tp)
         self.cp = hardware.group(cluster, layout.cp, layout.tp)
@@ -112,7 +119,7 @@ class Rates:
             tokens = tokens / tp
         local = matrix.local(tp)
         narrow = (matrix.inputs + matrix.outputs) / (tp if matrix.split else 1)
-        traffic = 2.0 * (tokens * narrow + local)
+        traffic = self.operand * (tokens * narrow + local)
         return Work(matmul=2.0 * tokens * local * self.matrix, memory=traffic * self.memory)
 
     def traffic(self, size: float) -> Work:
@@ -180,10 +187,18 @@ def _attention(model: Architecture, rates: Rates) -> Work:
     pairs = strategy.tokens * strategy.seq_len * heads
     width = model.qk_head_dim + model.v_head_dim
     if strategy.flash:
-        short = 1.0 + SHORT_SEQUENCE / (strategy.seq_len / strategy.layout.cp)
-        return Work(attention=pairs * width * rates.attention * short)
-    # a whole matrix of scores: product, mask and softmax, dropout, product; about 9 passes of 2 bytes each
-    return Work(attention=2.0 * pairs * width * rates.attention, memory=18.0 * pairs * rates.memory)
+        loss = core_loss(rates.cluster, width, strategy.seq_len / strategy.layout.cp)
+        return Work(attention=pairs * width * rates.attention * loss)
+    # a whole matrix of scores, 2 bytes each: written, read and written as a softmax, read; dropout: again, and its mask
+    passes = 9.0 if strategy.dropout else 5.0
+    return Work(attention=2.0 * pairs * width * rates.attention, memory=2.0 * passes * pairs * rates.memory)
+
+
+def core_loss(cluster: ClusterConfig, width: float, tokens: float) -> float:
+    """How much longer an attention core takes than long sequences of the usual width do. width: of a head's keys and
+    values together; tokens: of a sequence on a rank."""
+    exponentials = (1.0 + EXPONENTIAL / width) / 1.5 if cluster.fp8_tflops > cluster.bf16_tflops else 1.0
+    return (1.0 + SHORT_SEQUENCE / tokens) * exponentials
 
 
 def _elementwise(model: Architecture, rates: Rates, moe: bool) -> Work:
@@ -209,7 +224,7 @@ def _experts(model: Architecture, rates: Rates) -> tuple[Work, Work, Work]:
     weights = model.expert_size / strategy.etp
     products = Work(
         grouped=2.0 * rows * weights * rates.matrix,
-        memory=2.0
+        memory=rates.operand
         * (
             rows * (2 * model.dim + (model.up_factor + 1) * model.expert_hidden / strategy.etp)
             + local_experts * weights
