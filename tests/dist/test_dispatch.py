@@ -8,13 +8,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+from moe_engine import MoEConfig, MoELayer
 from moe_engine.distributed.collectives import CollectiveLog, Communicator
+from moe_engine.moe import dispatch as wire
 from moe_engine.moe.dispatch import (
     Links,
     combine_start,
     combine_wait,
     dispatch_start,
     dispatch_wait,
+    exchange,
     pack_rows,
     plan,
 )
@@ -122,3 +125,26 @@ def _bytes(rank: int) -> int:
 
 def test_a_token_crosses_the_wire_once_per_destination_rank() -> None:
     assert run_ranks(2, _bytes) == [3 * 64 * 2] * 2
+
+
+def _events(rank: int) -> list[str]:
+    log, waited, events = CollectiveLog(), exchange.dispatch_wait, []
+    layer = MoELayer(
+        MoEConfig(8, 16, 4, 2, num_shared_experts=1), ep=Communicator("ep", range(2), rank, dist.group.WORLD, log)
+    )
+
+    def waits(pending: exchange.PendingDispatch) -> exchange.Rows:
+        events.append("waits for rows")
+        return waited(pending)
+
+    wire.dispatch_wait = waits  # in a process of its own
+    for name, module in (("shared", layer.shared), ("routed", layer.experts)):
+        assert module is not None
+        module.register_forward_pre_hook(lambda *_, name=name: events.append(f"{name} {log.records[-1].label}"))
+    layer(torch.randn(3, 8))
+    return events
+
+
+def test_the_shared_expert_computes_while_rows_travel() -> None:
+    sent = " dispatch x"
+    assert run_ranks(2, _events) == [[f"shared {sent}", "waits for rows", f"routed {sent}"]] * 2

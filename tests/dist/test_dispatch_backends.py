@@ -104,13 +104,13 @@ def _wrong(rank: int, setting: Setting, links: wire.Links) -> list[str]:
     weights = torch.rand(ids.shape, generator=chance).masked_fill_(ids < 0, 0).requires_grad_()
     d_out = torch.randn(x.shape, generator=chance).to(setting.dtype)
 
-    def there_and_back() -> tuple[wire.Rows, Tensor, Tensor]:
+    def there_and_back() -> tuple[wire.Rows, Tensor, tuple[Tensor, Tensor]]:
         handle = wire.plan(ids, placement, links, "layer 0")
         arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_rows(x, ids, weights, placement, handle), handle))
         rows = experts(arrived.numbers(), placement.global_ids(arrived.local_ids, rank), arrived.weights)
-        return arrived, wire.combine_wait(wire.combine_start(rows, handle)), _identity(links, placement, ids)
+        return arrived, wire.combine_wait(wire.combine_start(rows, handle)), _identity(links, placement, ids, weights)
 
-    arrived, out, ones = there_and_back()
+    arrived, out, (ones, home) = there_and_back()
     out.backward(d_out)
     on_node = setting.on_node or 1
     want = expected(x.detach(), ids, weights.detach(), d_out, placement, on_node, setting.exact, setting.fp8)
@@ -134,15 +134,20 @@ def _wrong(rank: int, setting: Setting, links: wire.Links) -> list[str]:
     distinct = torch.tensor([len({unit for unit, real in zip(*row, strict=True) if real}) for row in chosen])
     if not alone and not torch.equal(ones[:, 0], distinct.float()):
         wrong.append("identity")
+    if not torch.equal(home, weights):
+        wrong.append("weights there and back")
     return wrong
 
 
-def _identity(links: wire.Links, placement: Any, ids: Tensor) -> Tensor:
-    """Ones there and back, not touched by any expert: the number of rows of each token."""
-    x, weights = torch.ones(len(ids), 1), torch.ones(ids.shape)
+def _identity(links: wire.Links, placement: Any, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones there and back, not touched by any expert: the number of rows of each token. And the weights [T, K]."""
+    x, weights = torch.ones(len(ids), 1), weights.detach()
     handle = wire.plan(ids, placement, links, "identity")
     arrived = wire.dispatch_wait(wire.dispatch_start(wire.pack_rows(x, ids, weights, placement, handle), handle))
-    return wire.combine_wait(wire.combine_start(arrived.numbers(), handle))
+    home = weights
+    if handle is not None:
+        home = handle.sent.unpack_weights(handle.send_slots_back(arrived.weights).wait())
+    return wire.combine_wait(wire.combine_start(arrived.numbers(), handle)), home
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -63,7 +63,10 @@ BOUNDED = Case(dp=4, ep=4, micro_batch=2, max_recv_rows=20, steps=1)
     "case",
     [
         replace(BOUNDED, precision="fp8"),
-        replace(BOUNDED, precision="bf16", dp=2, ep=2, combine="exact", schedule="zb_h1", recompute="full"),
+        pytest.param(
+            replace(BOUNDED, precision="bf16", dp=2, ep=2, combine="exact", schedule="zb_h1", recompute="full"),
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(replace(BOUNDED, precision=precision, **more), marks=pytest.mark.slow)
             for precision, more in product(

@@ -20,7 +20,15 @@ def test_every_kind_has_a_row_with_tests() -> None:
     assert all(re.fullmatch(r"`[\w/]+\.py::\w+`(, `[\w/]+\.py::\w+`)*", shown) for *_, shown in rows)
 
 
-@pytest.mark.parametrize(("page", "least"), [(PAGE, KINDS), (DESIGN / "fp8_tests.md", 50)])
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [
+        (PAGE, KINDS),
+        (DESIGN / "fp8_tests.md", 50),
+        (DESIGN / "expert_parallel_tests.md", 40),
+        (DESIGN / "context_parallel_tests.md", 30),
+    ],
+)
 def test_every_named_test_exists(page: Path, least: int) -> None:
     named = set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page.read_text()))
     assert len(named) > least
