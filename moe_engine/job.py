@@ -249,7 +249,7 @@ class Job:
             )
         bar.update(bar.task_ids[0], completed=metrics.step + 1, shown=shown(metrics))
         last = metrics.step + 1 == self.config.train.steps
-        if not self.console.is_terminal and (metrics.step % 10 == 0 or last):
+        if metrics.skipped or (not self.console.is_terminal and (metrics.step % 10 == 0 or last)):
             self.console.print(f"step {metrics.step + 1}/{self.config.train.steps}  {shown(metrics)}", highlight=False)
 
     def _evaluate(self) -> dict[str, Any]:

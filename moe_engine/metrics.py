@@ -258,7 +258,14 @@ def progress(console: Console, total: int, done: int) -> Iterator[Progress]:
 
 def shown(metrics: StepMetrics) -> str:
     """The figures of a step as one short line."""
-    return (
-        f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  MFU {metrics.mfu:.1%}  "
-        f"expert load max/mean {metrics.expert_load_max_over_mean:.2f}, of ranks {metrics.rank_load_max_over_mean:.2f}"
-    )
+    parts = [
+        f"loss {metrics.loss:.4f}",
+        f"{metrics.tokens_per_s:,.0f} tokens/s",
+        f"MFU {metrics.mfu:.1%}",
+        f"expert load max/mean {metrics.expert_load_max_over_mean:.2f}, of ranks {metrics.rank_load_max_over_mean:.2f}",
+    ]
+    if metrics.dropped_share is not None:
+        parts.append(f"choices dropped {metrics.dropped_share:.1%}")
+    if metrics.skipped:
+        parts.append(f"skipped: gradient norm {metrics.grad_norm}")
+    return "  ".join(parts)

@@ -164,3 +164,5 @@ def test_matrix_rate_is_that_of_this_machine(dtype: torch.dtype, monkeypatch: py
 def test_the_shown_line_has_what_a_person_watches() -> None:
     text = shown(replace(line(0), tokens_per_s=12345.6))
     assert text == "loss 2.5000  12,346 tokens/s  MFU 12.5%  expert load max/mean 1.25, of ranks 1.10"
+    more = shown(replace(line(0), dropped_share=0.125, skipped=True, grad_norm=math.inf))
+    assert more.endswith("of ranks 1.10  choices dropped 12.5%  skipped: gradient norm inf")
