@@ -1,8 +1,9 @@
-"""Comparisons that the kernel tests share."""
+"""Comparisons and operands that the kernel tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,3 +29,21 @@ def assert_same_bits(results: Sequence[Tensor], expected: Sequence[Tensor]) -> N
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def with_tail(counts: Sequence[int], dim: int, seed: int = 0) -> Tensor:
+    """Rows of groups, and 5 rows of NaN after the last group."""
+    x = randn(sum(counts) + 5, dim, seed=seed)
+    x[-5:] = float("nan")
+    return x
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, here and in the ranks forked here."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(8).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

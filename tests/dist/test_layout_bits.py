@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from layout_cases import Case, config_of
 from layouts import differences, first_losses, rank_batches, run
+from measures import poisoned_memory
 from ranks import run_ranks
 
 from moe_engine.model.transformer import LossRule
@@ -174,14 +173,6 @@ def test_dualpipe_gradients_have_the_bits_of_the_sum_of_its_halves() -> None:
 def test_two_runs_have_the_same_bits() -> None:
     case = Case(pp=2, dp=2, ep=2, precision="bf16", steps=3)
     assert not any(differences(run(case), run(case)).values())
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, here and in the ranks forked here."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def is_poisoned(_trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from interpreter import interpreted
-from measures import calc_diff, randn
+from measures import calc_diff, poisoned_memory, randn, with_tail
 from torch import Tensor
 
 import moe_kernels
@@ -25,18 +25,9 @@ WITH_EMPTY = [[162, 0, 257, 46, 0, 83], pytest.param([162, 0, 2577, 446, 0, 83],
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def with_tail(counts: list[int], dim: int, seed: int = 0) -> Tensor:
-    """Rows of the groups, and 5 rows of NaN after the last group."""
-    x = randn(sum(counts) + 5, dim, seed=seed)
-    x[-5:] = float("nan")
-    return x
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 @pytest.mark.parametrize("by_column", [True, False], ids=["fprop", "dgrad"])

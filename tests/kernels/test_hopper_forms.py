@@ -12,7 +12,7 @@ import pytest
 import torch
 from gluon_on_threads import emulated
 from interpreter import interpreted
-from measures import calc_diff, randn
+from measures import calc_diff, randn, with_tail
 from torch import Tensor
 
 import moe_kernels
@@ -30,13 +30,6 @@ COUNTS = [[0, 1, 7], [64, 0, 389], pytest.param([128, 129, 0], marks=pytest.mark
 def on_threads() -> Iterator[None]:
     with emulated(hopper, gemm, gemm_fp8, wgrad, wgrad_fp8):
         yield
-
-
-def with_tail(counts: list[int], dim: int, seed: int = 0) -> Tensor:
-    """Rows of the groups, and 5 rows of NaN after the last group."""
-    x = randn(sum(counts) + 5, dim, seed=seed)
-    x[-5:] = float("nan")
-    return x
 
 
 def sources(counts: list[int], way: str) -> Tensor | None:

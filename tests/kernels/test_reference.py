@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from measures import calc_diff, poisoned_memory, randn
 from torch import Tensor
 
 import moe_kernels
@@ -17,22 +18,9 @@ GROUPS = [[0, 0, 0], [1, 0, 0], [0, 3, 0], [0, 0, 5], [7, 16, 1], [20, 0, 44], [
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(8).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def calc_diff(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
-    denominator = (a.square().sum() + b.square().sum()).item()
-    return 1 - 2 * (a * b).sum().item() / denominator if denominator else 0.0
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 def check(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from interpreter import interpreted
-from measures import assert_same_bits, calc_diff, randn
+from measures import assert_same_bits, calc_diff, poisoned_memory, randn
 from torch import Tensor
 
 import moe_kernels
@@ -18,11 +18,9 @@ SHAPES = [(1, 128), (7, 24), (45, 256)]
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 def operands(shape: tuple[int, int], weighted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
