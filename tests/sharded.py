@@ -130,3 +130,8 @@ def _multiples(shape: tuple[int, ...], *words: object) -> Tensor:
 
 def _chance(*words: object) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
+
+
+def name_of(layout: Layout) -> str:
+    """For ids of tests and names of folders."""
+    return f"pp{layout.pp}-dp{layout.dp}-ep{layout.ep}"

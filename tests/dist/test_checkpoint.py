@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sharded import NUM_EXPERTS, SHAPES, add_gradients, optimizer_of, take_states, value, whole
+from sharded import NUM_EXPERTS, SHAPES, add_gradients, name_of, optimizer_of, take_states, value, whole
 from torch import Tensor
 
 from moe_engine.checkpoint import files, store
@@ -32,10 +32,6 @@ LAYOUTS = [
     Layout(pp=2, dp=2, ep=2),  # the embedding over both stages
     Layout(pp=4),
 ]
-
-
-def _name(layout: Layout) -> str:
-    return f"pp{layout.pp}-dp{layout.dp}-ep{layout.ep}"
 
 
 def _step(named: Any, groups: Groups, optimizer: ZeroOptimizer, step: int) -> None:
@@ -94,7 +90,7 @@ def _load(
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[dict[str, dict[str, Tensor]]]]:
     """A checkpoint from each layout, and the states of one process at the save and a step later."""
-    folders = [tmp_path_factory.mktemp(_name(layout)) for layout in LAYOUTS]
+    folders = [tmp_path_factory.mktemp(name_of(layout)) for layout in LAYOUTS]
     truth: list[dict[str, dict[str, Tensor]]] = []
     for layout, folder in zip(LAYOUTS, folders, strict=True):
         results = run_ranks(layout.world, _save, layout, folder, layout == Layout())
@@ -103,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[di
     return folders, truth
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_checkpoint_of_every_layout_loads_and_goes_on(
     layout: Layout, saved: tuple[list[Path], list[dict[str, dict[str, Tensor]]]]
 ) -> None:
@@ -115,10 +111,10 @@ def test_checkpoint_of_every_layout_loads_and_goes_on(
                 found = whole(states[when][kind] for states, _ in by_rank)
                 assert found.keys() == SHAPES.keys()
                 for name in SHAPES:
-                    assert torch.equal(found[name], right[kind][name]), (_name(source), when, kind, name)
+                    assert torch.equal(found[name], right[kind][name]), (name_of(source), when, kind, name)
         for _, parameters in by_rank:
             for name, piece in parameters:
-                assert torch.equal(piece, truth[0]["master"][name].bfloat16()), (_name(source), name)
+                assert torch.equal(piece, truth[0]["master"][name].bfloat16()), (name_of(source), name)
 
 
 def test_training_has_moved_what_the_matrix_compares(

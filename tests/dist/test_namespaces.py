@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from forked import gone
+from run_folder import without_times
 
 from moe_engine.bench import namespaces
 from moe_engine.bench.namespaces import DEVICE, TwoHosts
 from moe_engine.config.errors import ConfigError
-from moe_engine.metrics import TIME_FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "tests" / "corpus"
@@ -114,11 +112,6 @@ WORDS = [
     "experiment=quickstart", "precision=fp32", "train.steps=3", "train.seq_len=64", "train.eval_sequences=8",
     "train.sample_tokens=0", "data.validation_fraction=0.3", f"data.text_paths=[{CORPUS}]", "run.name=run",
 ]  # fmt: skip
-
-
-def without_times(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIME_FIELDS} for line in lines]
 
 
 def torchrun(node: int, master: str) -> list[str]:

@@ -7,12 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import slurm
-
-from moe_engine.metrics import TIME_FIELDS
+from run_folder import without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "tests" / "corpus"
@@ -34,11 +32,6 @@ def checkout(folder: Path) -> Path:
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m moe_engine "$@"\n')
     command.chmod(0o755)
     return folder
-
-
-def without_times(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIME_FIELDS} for line in lines]
 
 
 def submit(environment: dict[str, str], folder: Path, *words: str) -> tuple[int, str]:

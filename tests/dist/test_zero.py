@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sharded import NUMEL, SHAPES, add_gradients, gradient, optimizer_of, take, take_states, value, whole
+from sharded import NUMEL, SHAPES, add_gradients, gradient, name_of, optimizer_of, take, take_states, value, whole
 from torch import Tensor
 
 from moe_engine.config.schema import OptimConfig
@@ -30,10 +30,6 @@ LAYOUTS = [
     Layout(dp=4, ep=4),
     Layout(pp=4),
 ]
-
-
-def _name(layout: Layout) -> str:
-    return f"pp{layout.pp}-dp{layout.dp}-ep{layout.ep}"
 
 
 def _train(rank: int, layout: Layout, precision: str) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def references() -> dict[str, dict[str, Any]]:
     return {"fp32": _reference(torch.float32), "fp64": _reference(torch.float64)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_gradients_and_states_have_the_bits_of_torch_in_one_process(
     layout: Layout, references: dict[str, dict[str, Any]]
 ) -> None:
@@ -103,7 +99,7 @@ def test_gradients_and_states_have_the_bits_of_torch_in_one_process(
         assert result["norms"] == references["fp32"]["norms"]
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)], ids=_name)
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)], ids=name_of)
 def test_float64_states_equal_torch_adamw(layout: Layout, references: dict[str, dict[str, Any]]) -> None:
     results = run_ranks(layout.world, _train, layout, "fp64")
     for kind in ("master", "exp_avg", "exp_avg_sq"):
@@ -112,7 +108,7 @@ def test_float64_states_equal_torch_adamw(layout: Layout, references: dict[str, 
             assert torch.allclose(found[name], right[name], rtol=1e-12, atol=1e-15), (kind, name)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2)], ids=_name)
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2)], ids=name_of)
 def test_bf16_parameters_are_the_rounded_masters_on_every_rank(
     layout: Layout, references: dict[str, dict[str, Any]]
 ) -> None:
@@ -205,7 +201,7 @@ def _memory(rank: int, layout: Layout) -> tuple[int, int, float]:
     return held, padding, formula
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(pp=2, dp=2, ep=2)], ids=_name)
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(pp=2, dp=2, ep=2)], ids=name_of)
 def test_memory_is_6_bytes_and_a_share_of_12_for_each_parameter(layout: Layout) -> None:
     for held, padding, formula in run_ranks(layout.world, _memory, layout):
         assert formula <= held <= formula + padding

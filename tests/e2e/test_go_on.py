@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import run_command
+from run_folder import metrics
 
 from moe_engine.__main__ import main
 
@@ -27,10 +26,6 @@ def moe_engine(folder: Path, command: str, *words: str) -> str:
     return output
 
 
-def metrics(folder: Path, run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -45,7 +40,7 @@ def test_run_goes_on_with_other_options(trained: Path) -> None:
     words += ["train.micro_batch=1", "run.name=first", "run.resume=true", other]
     out = moe_engine(trained, "train", *SMALL, *words)
     assert "the data are not those of the checkpoint" in out
-    lines = metrics(trained, "first")
+    lines = metrics(trained / "runs" / "first")
     assert [line["step"] for line in lines] == list(range(STEPS + 2))
     assert lines[STEPS]["lr"] < 1e-4 < lines[STEPS - 1]["lr"]
     assert lines[STEPS]["tokens_seen"] == lines[STEPS - 1]["tokens_seen"] + lines[STEPS]["tokens"]
@@ -64,7 +59,7 @@ def test_another_number_of_ranks_reads_the_same_text(trained: Path) -> None:
                 shutil.rmtree(checkpoint)
         words = [*words, f"run.name={name}", "run.resume=true", f"train.steps={STEPS + 3}", "precision=fp32"]
         moe_engine(trained, "train", *SMALL, f"data.text_paths=[{CORPUS}]", *words)
-        runs[name] = metrics(trained, name)[STEPS:]
+        runs[name] = metrics(trained / "runs" / name)[STEPS:]
     assert [line["tokens"] for line in runs["on_one"]] == [line["tokens"] for line in runs["on_two"]]
     for one, two in zip(runs["on_one"], runs["on_two"], strict=True):
         for figure in ("loss", "mtp_loss", "grad_norm", "tokens_seen"):
@@ -76,6 +71,6 @@ def test_new_run_starts_from_converted_weights(trained: Path) -> None:
     assert main(["convert", f"from={source}", f"to={exported}", "dtype=bfloat16"]) == 0
     words = [f"data.text_paths=[{CORPUS}]", "train.steps=1", "run.name=second", f"init_from={exported}"]
     assert "starting from the weights in" in moe_engine(trained, "train", *SMALL, *words)
-    first, second = (metrics(trained, name)[0] for name in ("first", "second"))
+    first, second = (metrics(trained / "runs" / name)[0] for name in ("first", "second"))
     assert second["step"] == 0 and second["tokens_seen"] == second["tokens"]
     assert second["loss"] < first["loss"] - 0.5  # the first batch of the same text, by trained weights
