@@ -224,11 +224,6 @@ def draw_losses(history: list[dict[str, Any]], summary: dict[str, Any], path: Pa
 
 def environment() -> dict[str, Any]:
     """Versions and machine, for whoever reads the run folder later."""
-    try:
-        source = Path(__file__).parent
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -237,8 +232,20 @@ def environment() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": commit or None,
+        "commit": _commit(Path(__file__)),
     }
+
+
+def _commit(source: Path) -> str | None:
+    """Of the checkout that a file is from; None for an installed copy, which may lie inside another repository."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=source.parent, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return (git("ls-files", source.name) and git("rev-parse", "--verify", "--quiet", "HEAD")) or None
+    except OSError:  # no git here
+        return None
 
 
 @contextmanager

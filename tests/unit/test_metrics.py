@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
+import subprocess
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +146,25 @@ def test_environment_names_versions_and_machine(folder: RunFolder) -> None:
     assert written["torch"] == torch.__version__ and written["python"].startswith("3.") and written["cpus"] >= 1
     assert written["cpu_capability"] and written["platform"]
     assert written["commit"] is None or len(written["commit"]) == 40
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_code_and_not_of_a_repository_around_it(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    ours, installed = tmp_path / "metrics.py", tmp_path / "venv" / "metrics.py"
+    installed.parent.mkdir()
+    ours.touch()
+    installed.touch()
+    assert metrics._commit(ours) is None
+    git("init", "--quiet")
+    git("add", ours.name)
+    assert metrics._commit(ours) is None  # nothing is committed yet
+    git("commit", "--quiet", "--message", "first")
+    assert metrics._commit(ours) == git("rev-parse", "HEAD").strip()
+    assert metrics._commit(installed) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
