@@ -264,7 +264,7 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
             zero=zero,
             shard=shard,
             recompute=_recompute(row["recompute"] or source["recompute"]),
-            precision=_precision(row["precision"]),
+            precision=_precision(row["precision"], source),
             sequence_parallel=source["sequence_parallel"] == "1" and "no sequence parallel" not in row["recompute"],
             flash=source["flash"] == "1",
             dropout=source["dropout"] == "1",
@@ -273,7 +273,7 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
             overlap=Overlap(
                 tp=float(source["tp_hidden"]),
                 ep=0.8
-                if "overlap" in row["note"] and "no EP overlap" not in row["note"]
+                if "overlap" in row["note"] and not re.search("no (EP )?overlap|overlap off", row["note"])
                 else float(source["ep_hidden"]),
             ),
         )
@@ -321,11 +321,13 @@ def _zero(row: Row, source: Row) -> tuple[int, int]:
     return int(source["zero"]), 0
 
 
-def _precision(text: str) -> Precision:
+def _precision(text: str, source: Row) -> Precision:
+    """The format of products, and the bytes of each kind of number where a source's are not the usual ones."""
     words = text.lower()
-    if "fp4" in words:
-        return Precision(compute="fp4")
-    return Precision(compute="fp8" if "fp8" in words or "float8" in words else "bf16")
+    compute = "fp4" if "fp4" in words else "fp8" if "fp8" in words or "float8" in words else "bf16"
+    usual = Precision(compute=compute)
+    gradient, moments = (source.get(name) or getattr(usual, name) for name in ("gradient", "moments"))
+    return replace(usual, gradient=float(gradient), moments=float(moments))
 
 
 def _recompute(text: str) -> frozenset[str]:

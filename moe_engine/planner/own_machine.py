@@ -8,7 +8,7 @@ them as at the nearest.
 | efficiency | taken from |
 |---|---|
 | matmul | `bench kernels` with shapes of one group; else the machine's largest product |
-| grouped | `bench kernels`: forward, dgrad and wgrad of more groups than one |
+| grouped | `bench kernels`: forward, dgrad and wgrad of more groups than one; else `bench layer`: whole layers |
 | attention | `bench attention`: forward and backward of this engine's |
 | memory | the machine's copy |
 | links | `bench comm`: dispatch and combine of rows in bf16, by one exchange |
@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.layout import Layout
 from moe_engine.planner import hardware
 from moe_engine.planner.architecture import Architecture, Matrix
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.records import Record, Row, read_records, unreadable
 from moe_engine.planner.strategy import Strategy
-from moe_engine.planner.work import ATTENTION_BACKWARD, CODED_PRODUCT, core_loss, crossings
+from moe_engine.planner.work import ATTENTION_BACKWARD, CODED_PRODUCT, Rates, core_loss, crossings, experts_work
 
 NUMBERS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # names in machine.json
 WIDE = {4.0: "fp32", 8.0: "fp64"}  # by bytes of a parameter
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-OWN_KERNELS, OWN_ATTENTION, OWN_EXCHANGE = "moe_kernels", "moe_engine", "all-to-all_bf16"
+OWN_KERNELS, OWN_ENGINE, OWN_EXCHANGE = "moe_kernels", "moe_engine", "all-to-all_bf16"
 CUBES = "products in {}, by the edge of an equal cube"
 MEMORY_BOUND = 0.5  # a product that spends more of its time on memory says nothing of the matrix rate
 
@@ -104,7 +105,8 @@ def _nothing_for(path: Path, records: Sequence[Record], products: str) -> Config
     listed = ", ".join(sorted({row.benchmark for row in rows})) or "none of them right"
     return ConfigError(
         f"plan.efficiencies={path}: {len(rows)} results ({listed}), and nothing in them for products in {products}; "
-        "use a folder with records of `moe-engine bench kernels`, `attention` or `comm`, each with its machine.json"
+        "use a folder with records of `moe-engine bench kernels`, `layer`, `attention` or `comm`, each with its "
+        "machine.json"
     )
 
 
@@ -161,12 +163,35 @@ def _grouped(record: Record, question: Question) -> Share | None:
     return _read(curve, list(_expert_sizes(question)), f"{record.folder}: experts' {CUBES.format(question.products)}")
 
 
+def _layers(record: Record, question: Question) -> Share | None:
+    """Experts of whole layers, forward and backward, less what a plan counts for memory traffic and permutation."""
+    rows = [row for row in record.rows if (row.benchmark, row.candidate) == ("layer", OWN_ENGINE)]
+    rows = [row for row in rows if row.config["phase"] == "both" and row.config["dtype"] == question.products]
+    if not rows or not question.model.num_experts:
+        return None
+    threads, timed = min(row.config["threads"] for row in rows), []
+    for row in rows:
+        sizes = {name: int(row.config[name]) for name in ("tokens", "dim", "hidden", "experts", "top_k")}
+        model = replace(
+            question.model, dim=sizes["dim"], expert_hidden=sizes["hidden"], num_experts=sizes["experts"],
+            top_k=sizes["top_k"], gated=True,
+        )  # fmt: skip
+        alone = replace(question.strategy, layout=Layout(), etp=1, micro_batch=1, seq_len=sizes["tokens"])
+        products, routed, _ = experts_work(model, Rates(alone, question.cluster))
+        traffic = (3 * products.memory + 2 * routed.memory) / question.memory
+        if row.config["threads"] == threads and traffic < MEMORY_BOUND * row.seconds:
+            pairs = sizes["tokens"] * sizes["top_k"] / sizes["experts"] * model.expert_size / 2
+            timed.append(Timed(pairs ** (1 / 3), 3 * products.grouped, row.seconds - traffic))
+    words = f"{record.folder}: layers in {question.products} on {threads} threads, by the edge of an equal cube"
+    return _read(_curve(timed), list(_expert_sizes(question)), words)
+
+
 def _attention(record: Record, question: Question) -> Share | None:
     """Forward and backward together: the planner's own ratio of the two stays."""
     if record.gpu:
         return None  # this benchmark measures a CPU's
     phases: dict[tuple[str, int, int], dict[str, Row]] = defaultdict(dict)
-    rows = [row for row in record.rows if (row.benchmark, row.candidate) == ("attention", OWN_ATTENTION)]
+    rows = [row for row in record.rows if (row.benchmark, row.candidate) == ("attention", OWN_ENGINE)]
     rows = [row for row in rows if row.config["dtype"] == question.numbers]
     threads = min((row.config["threads"] for row in rows), default=0)
     for row in rows:
@@ -210,7 +235,7 @@ def _links(record: Record, question: Question) -> Share | None:
 _LOOKS: dict[str, tuple[Look, ...]] = {
     "memory": (_memory,),
     "matmul": (_matmul, _largest_product),
-    "grouped": (_grouped,),
+    "grouped": (_grouped, _layers),
     "attention": (_attention,),
     "links": (_links,),
 }

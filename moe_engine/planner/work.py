@@ -146,7 +146,7 @@ def block_parts(model: Architecture, rates: Rates, moe: bool) -> dict[str, Passe
         "launches": Passes(launches, launches * 2.0, Work()),
     }
     if moe:
-        products, routed, exchange = _experts(model, rates)
+        products, routed, exchange = experts_work(model, rates)
         parts["experts"] = Passes(products + routed, products + routed, products)
         parts["dispatch and combine"] = Passes(exchange, exchange, Work())
     forward = sum((part.forward for part in parts.values()), Work())
@@ -214,7 +214,7 @@ def _elementwise(model: Architecture, rates: Rates, moe: bool) -> Work:
     return rates.traffic(size)
 
 
-def _experts(model: Architecture, rates: Rates) -> tuple[Work, Work, Work]:
+def experts_work(model: Architecture, rates: Rates) -> tuple[Work, Work, Work]:
     """Products of the routed experts; their permutation and activation; their exchange."""
     strategy, cluster = rates.strategy, rates.cluster
     layout = strategy.layout
@@ -292,7 +292,7 @@ def _recomputed(model: Architecture, rates: Rates, moe: bool, forward: Work, att
     if "mlp" in chosen and not moe:
         again = again + _products(rates, strategy.tokens, model.mlp(model.dense_hidden)[:1])
     if "moe" in chosen and moe:
-        products, routed, exchange = _experts(model, rates)
+        products, routed, exchange = experts_work(model, rates)
         again = again + products + routed + exchange
     if chosen & {"norm", "moe_act"}:
         again = again + _elementwise(model, rates, moe) * (0.25 * len(chosen & {"norm", "moe_act"}))

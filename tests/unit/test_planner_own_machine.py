@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ def test_planned_attention_takes_as_long_as_was_measured() -> None:
         measured = sum(statistics.median(row["samples"]) for row in own) / own[0]["config"]["rows"]
         assert planned == pytest.approx(measured, rel=1e-6)
         assert f"attention: bf16 on 1 threads, by tokens, measured at 256 to 2,048, read at {length:,}" in words
+
+
+def test_a_planned_layer_in_fp32_takes_as_long_as_was_measured(tmp_path: Path) -> None:
+    """Where kernels were not measured in a format, whole layers say how fast experts' products are."""
+    sizes = {"dim": 512, "hidden": 256, "experts": 16, "top_k": 4, "tokens": 1024}
+    config = {**sizes, "dtype": "fp32", "phase": "both", "threads": 1}
+    results = [
+        Result("layer", "both", "moe_engine", "a", [0.5], Verdict(True, ""), {}, config),
+        Result("layer", "both", "torch_grouped_mm", "a", [0.1], Verdict(True, ""), {}, config),
+        Result("layer", "forward", "moe_engine", "a", [0.1], Verdict(True, ""), {}, config | {"phase": "forward"}),
+        Result("layer", "both", "moe_engine", "b", [0.1], Verdict(True, ""), {}, config | {"threads": 2}),
+    ]
+    path = recorded(tmp_path, [*results, *kernels(("4x64x512x512", 0.1))])
+    strategy = Strategy(Layout(), seq_len=1024, precision=Precision(parameter=4))
+    efficiency, words = of_machine(path, strategy)
+    passes = block_parts(MODEL, Rates(strategy, CPU), moe=True)["experts"]
+    planned = (passes.forward + passes.dgrad + passes.wgrad).compute_seconds(efficiency)
+    assert planned == pytest.approx(0.5, rel=1e-6)
+    assert "layers in fp32 on 1 threads" in words
+    assert "layers in" not in of_machine(path, replace(strategy, precision=Precision()))[1]
 
 
 def test_rates_are_read_at_the_sizes_of_the_job(tmp_path: Path) -> None:

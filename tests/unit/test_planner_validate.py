@@ -213,6 +213,14 @@ def test_peak_memory_of_one_measured_stack(tables: Tables) -> None:
     assert max(errors) < 0.08 and quantile(errors, 0.5) <= 0.025
 
 
+def test_peak_memory_of_all_stacks(tables: Tables) -> None:
+    used, _ = read_measurements(read_table(MEASURED), tables)
+    errors = [abs(check.error) for check in check_memory(used)]
+    assert quantile(errors, 0.5) < 0.036 and sum(error <= 0.05 for error in errors) >= 0.61 * len(errors)
+    narrow = [u for u in used if u.strategy.precision.moments == 4]
+    assert len(narrow) == 5 and max(abs(check.error) for check in check_memory(narrow)) < 0.02
+
+
 @pytest.mark.slow
 def test_steps_are_predicted_better_than_by_the_floor(tables: Tables) -> None:
     """Each model by efficiencies fitted on others; the bounds hold what docs/design/planner.md reports."""
