@@ -50,8 +50,7 @@ def share_out(units: Tensor, num_units: int, row_per_choice: bool, share: int) -
     """(round of each choice [T, K], `Rounds.sums`, how many) for at most `share` rows to each unit in a round."""
     slots = 1 if row_per_choice else units.shape[1]
     plan = plan_rows(units, num_units, slots, row_per_choice)
-    splits = torch.tensor(plan.splits, device=units.device)
-    first = torch.repeat_interleave(splits.cumsum(0) - splits, splits)
+    first = torch.repeat_interleave(plan.counts.cumsum(0) - plan.counts, plan.counts)
     round_of_row = (torch.arange(len(first), device=units.device) - first) // share
     return _of_choice(plan, round_of_row, slots), _by_round(plan, round_of_row), max(1, -(-max(plan.splits) // share))
 
