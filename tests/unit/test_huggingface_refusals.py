@@ -253,6 +253,12 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
             r"up_proj.weight_scale_inv has shape \[2, 1\] where .* needs \[1, 1\]",
         ),
         (
+            lambda t: t.update(
+                {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.full((1, 1), 120, dtype=torch.uint8)}
+            ),
+            r"up_proj.weight_scale_inv is of type torch.uint8, scales are numbers like 0.5",
+        ),
+        (
             lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
             "norm.weight_scale_inv is used by nothing",
         ),

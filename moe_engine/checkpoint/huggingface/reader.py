@@ -170,6 +170,10 @@ class HuggingFaceWeights:
                 problems.append(f"{key} is fp8 and {key + SCALE} is missing")
             elif found != shape:
                 problems.append(f"{key + SCALE} has shape {list(found)} where {key} needs {list(shape)}")
+            elif not self.files.dtypes[key + SCALE].is_floating_point:
+                problems.append(
+                    f"{key + SCALE} is of type {self.files.dtypes[key + SCALE]}, scales are numbers like 0.5"
+                )
             scales.add(key + SCALE)
         return scales
 
