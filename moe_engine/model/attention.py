@@ -33,7 +33,7 @@ from moe_engine.model.layers import RMSNorm
 from moe_engine.model.paired_attention import PairedVisible, paired_rows
 from moe_engine.model.payload import KeysValues, Latents
 from moe_engine.model.rope import angles, rotate, score_growth
-from moe_engine.ops.linear import Linear, linears
+from moe_engine.ops.linear import Linear, linears, narrowed, widened
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.rotary import Turn
 from moe_engine.ops.visible import Visible, whole_rows
@@ -167,7 +167,11 @@ class Attention(nn.Module):
             held = self.sinks is not None or keeps_result(y.device, context.visible)
         else:
             held = self.cp is not None and self.cp.exchange != "ulysses"  # there y came back from other ranks
-        return self.out(y, queue, held)
+        return narrowed(self.out(y, queue, held), self.out.weight)
+
+    def _wide(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x in the format of all that follows up to `project_out`; what may travel between ranks keeps its own."""
+        return x if context.shared is not None or self.out.fp8 is not None else widened(x)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """The core on one rank, of what `project` gave: [B, S, H, value]."""
@@ -210,7 +214,7 @@ class LatentAttention(Attention):
         core reads projections, queries that are not yet turned, [B, S, H, nope + v] and [B, S, rope].
         """
         into_queries = self.q_down if self.model.q_lora_rank else self.q_proj
-        queries, latent = linears(x, [into_queries, self.kv_down], queue)
+        queries, latent = linears(self._wide(x, context), [into_queries, self.kv_down], queue)
         q = self._queries(queries, context, queue, segments)
         return q, *self._keys_values(latent, context, queue, segments)
 
@@ -314,7 +318,7 @@ class GroupedAttention(Attention):
     def project(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None, segments: Segments | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = linears(x, [self.q_proj, self.k_proj, self.v_proj], queue)
+        q, k, v = linears(self._wide(x, context), [self.q_proj, self.k_proj, self.v_proj], queue)
         q, k = self._turned(q, self.q_norm, context), self._turned(k, self.k_norm, context)
         return q, k, v.view(*context.shape, self.model.num_kv_heads, self.model.head_dim)
 

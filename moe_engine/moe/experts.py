@@ -19,6 +19,7 @@ from moe_engine.ops.expert_mlp import expert_mlp
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.fp8_linear import Grouped, fp8_grouped_linear, fp8_mlp
 from moe_engine.ops.grouped_linear import grouped_linear
+from moe_engine.ops.linear import widened
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -121,11 +122,12 @@ def through_experts(
             return fp8_grouped_linear(x, weight, order.counts, fp8, queue)
         return grouped_linear(x, weight, order.counts, queue)
 
-    up = product(permute(x, order.rows), experts.up)  # [N, 2F]
+    inner = permute(x, order.rows)
+    up = product(inner if fp8 is not None else widened(inner), experts.up)  # [N, 2F]
     if experts.up_bias is not None:
         up = add_bias(up, None, experts.up_bias, order.counts)
     hidden = segment(segments, "swiglu", _activate(activation), up, weights)  # [N, F]
-    out = product(hidden, experts.down)
+    out = product(hidden, experts.down).to(x.dtype)  # each row rounded, as where it travels alone
     if experts.down_bias is not None:
         out = add_bias(out, weights, experts.down_bias, order.counts)
     return unpermute(out, order.rows)

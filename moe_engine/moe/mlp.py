@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from moe_engine.ops.expert_activation import Activation, expert_activation
 from moe_engine.ops.fp8_linear import fp8_mlp
 from moe_engine.ops.gate import gate_rows
-from moe_engine.ops.linear import Linear
+from moe_engine.ops.linear import Linear, narrowed, widened
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
 
@@ -43,8 +43,9 @@ class DenseMLP(nn.Module):
         def activate(up: Tensor) -> Tensor:
             return expert_activation(up, None, self.activation)
 
-        out: Tensor = self.down(segment(segments, "swiglu", activate, first(x, queue)), queue)
-        return out
+        up = first(x if first.fp8 is not None else widened(x), queue)
+        out = self.down(segment(segments, "swiglu", activate, up), queue)
+        return narrowed(out, self.down.weight)
 
 
 class SharedGate(nn.Module):

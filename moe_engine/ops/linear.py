@@ -20,9 +20,18 @@ from moe_engine.ops.wgrad_queue import WgradQueue, leaf, waits, weight_gradient
 from moe_kernels import gemm, matmul_dtype, wgrad
 
 
-def widened(d_out: Tensor) -> Tensor:
-    """A gradient in the dtype in which its two products are computed, so that it is converted once for both."""
-    return d_out.to(matmul_dtype(d_out.dtype, d_out.device))
+def widened(x: Tensor) -> Tensor:
+    """x in the dtype in which its matrix products are computed: itself, but for 16-bit numbers on most CPUs.
+
+    A gradient is so converted once for its two products. What comes of wide rows and a weight is wide again: inside a
+    block all stays so from the first product to the last, and where that is a conversion less, nothing is rounded.
+    """
+    return x.to(matmul_dtype(x.dtype, x.device))
+
+
+def narrowed(x: Tensor, weight: Tensor) -> Tensor:
+    """What a last product gave for `widened` rows, rounded to its weight's format."""
+    return x.to(weight.dtype) if x.dtype.itemsize > weight.dtype.itemsize else x
 
 
 class _Linear(torch.autograd.Function):
@@ -50,7 +59,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, queue: WgradQueue | None = None) -> Tensor:
-    """x W^T: x [..., in], weight [out, in], one dtype -> [..., out]. Without a queue: ordinary autograd."""
+    """x W^T: x [..., in], weight [out, in] -> [..., out] in x's dtype: the weight's, or `widened`. Without a queue:
+    ordinary autograd."""
     x, weight = cast_operands(x, weight)
     flat = x.reshape(-1, weight.shape[1])
     out: Tensor = _Linear.apply(flat, weight, queue)

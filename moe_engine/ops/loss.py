@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_kernels import gemm, wgrad
+from moe_engine.ops.linear import widened
+from moe_kernels import gemm, matmul_dtype, wgrad
 
 IGNORE = -100  # a label that is no target
 # Logits of one chunk: what the passes over it read again is still in a CPU's cache, and on a GPU in its L2 …
@@ -29,8 +30,9 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         log_sums = torch.empty(x.shape[0], dtype=wide, device=x.device)
         losses = torch.empty_like(log_sums)
+        read = weight.to(matmul_dtype(x.dtype, x.device))
         for rows in _chunks(x.shape[0], weight.shape[0]):
-            logits = gemm(x[rows], weight.T).to(wide)
+            logits = gemm(x[rows], read.T).to(wide)
             log_sums[rows] = logits.logsumexp(dim=1)
             valid = labels[rows] != IGNORE
             target = logits.gather(1, labels[rows].where(valid, 0)[:, None])[:, 0]
@@ -45,14 +47,15 @@ class _CrossEntropy(torch.autograd.Function):
         d_x, d_weight = torch.empty_like(x), None
         if ctx.needs_input_grad[1]:
             d_weight = torch.zeros(weight.shape, dtype=log_sums.dtype, device=x.device)
+        read = weight.to(matmul_dtype(x.dtype, x.device))
         for rows in _chunks(x.shape[0], weight.shape[0]):
-            d_logits = gemm(x[rows], weight.T).to(log_sums.dtype)
+            d_logits = gemm(x[rows], read.T).to(log_sums.dtype)
             d_logits.sub_(log_sums[rows, None]).exp_()
             valid = labels[rows] != IGNORE
             target = labels[rows].where(valid, 0)[:, None]
             d_logits.scatter_add_(1, target, -torch.ones_like(target, dtype=d_logits.dtype))
             d_logits = d_logits.mul_(d_losses[rows].where(valid, 0)[:, None]).to(x.dtype)
-            d_x[rows] = gemm(d_logits, weight)
+            d_x[rows] = gemm(d_logits, read)
             if d_weight is not None:
                 wgrad(d_logits, x[rows], out=d_weight)
         return d_x, d_weight, None
@@ -70,8 +73,9 @@ def cross_entropy(x: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
     """Loss of each token in nats: x [T, D], head_weight [V, D], labels [T] int64 -> [T] fp32 (fp64 for fp64 x).
 
     0 where the label is IGNORE. Not averaged: whoever knows the number of valid targets divides. Logits are
-    rounded to x's dtype and exponentials taken in fp32; the head's gradient is summed over chunks in fp32.
+    rounded to the dtype in which they are computed and exponentials taken in fp32; the head's gradient is summed over chunks in fp32.
     """
     x, head_weight = cast_operands(x, head_weight)
+    x = widened(x)
     out: Tensor = _CrossEntropy.apply(x, head_weight, labels)
     return out
