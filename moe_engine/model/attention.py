@@ -36,6 +36,7 @@ from moe_engine.model.rope import angles, rotate, score_growth
 from moe_engine.ops.linear import Linear, linears, narrowed, widened
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.rotary import Turn
+from moe_engine.ops.short_attention import turned_in_place
 from moe_engine.ops.visible import Visible, whole_rows
 from moe_engine.ops.wgrad_queue import WgradQueue
 
@@ -249,6 +250,8 @@ class LatentAttention(Attention):
         def turned(q: Tensor) -> Tensor:
             heads = q.view(*context.shape, self.model.num_heads, nope + rope)
             if self._core_turns(q, context):
+                if turned_in_place(heads):
+                    context.turn.ends(heads)
                 return heads
             return rotate(heads, context.cos, context.sin, self.model.rope_style)
 

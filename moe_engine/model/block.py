@@ -154,6 +154,7 @@ class Block(nn.Module):
                 dtype=dtype,
                 device=device,
             )
+            self.moe.experts.wide = True
 
     def attn_phase(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""

@@ -19,7 +19,7 @@ from moe_engine.ops.expert_mlp import expert_mlp
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.fp8_linear import Grouped, fp8_grouped_linear, fp8_mlp
 from moe_engine.ops.grouped_linear import grouped_linear
-from moe_engine.ops.linear import widened
+from moe_engine.ops.linear import narrowed, widened
 from moe_engine.ops.permute import order_by_expert, permute, take, unpermute
 from moe_engine.ops.recompute import Segments, segment
 from moe_engine.ops.wgrad_queue import WgradQueue
@@ -60,6 +60,7 @@ class Experts(nn.Module):
         super().__init__()
         self.ids, self.activation, self.gradient_scale = tuple(ids), activation, 1.0
         self.backend = "auto"  # whose kernels compute them (`ops.backend`)
+        self.wide = False  # see `through_experts`; a block of the engine sets it
         self.fp8: Fp8 | None = None  # how they compute in fp8 (`ops.fp8.use_fp8` sets it)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -87,7 +88,9 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows, queue: WgradQueue | None = None, segments: Segments | None = None) -> Tensor:
         """See `through_experts`."""
-        return through_experts(rows, self.weights(), self.activation, queue, segments, self.fp8, self.backend)
+        return through_experts(
+            rows, self.weights(), self.activation, queue, segments, self.fp8, self.backend, self.wide
+        )
 
 
 def through_experts(
@@ -98,13 +101,15 @@ def through_experts(
     segments: Segments | None = None,
     fp8: Fp8 | None = None,
     backend: str = "auto",
+    wide: bool = False,
 ) -> Tensor:
     """Each row through the experts in its slots, weighted and summed in slot order: [R, D].
 
     The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
     SwiGLU experts without biases keep their input and the first projection alone, without a queue and outside segments
     (`ops.expert_mlp`); in fp8 always, as codes. Others keep what their operations keep. A `backend` that is not auto
-    (`ops.backend`) has the first kind alone.
+    (`ops.backend`) has the first kind alone. wide: what stands between the projections of the others is kept in the
+    format in which products are computed (`ops.linear.widened`), which is faster and takes more memory.
     """
     order = order_by_expert(rows.local_ids, experts.down.shape[0], rows.most_choices)
     weights = take(rows.weights, order.slots, order.rows.places)
@@ -123,11 +128,11 @@ def through_experts(
         return grouped_linear(x, weight, order.counts, queue)
 
     inner = permute(x, order.rows)
-    up = product(inner if fp8 is not None else widened(inner), experts.up)  # [N, 2F]
+    up = product(widened(inner) if wide and fp8 is None else inner, experts.up)  # [N, 2F]
     if experts.up_bias is not None:
         up = add_bias(up, None, experts.up_bias, order.counts)
     hidden = segment(segments, "swiglu", _activate(activation), up, weights)  # [N, F]
-    out = product(hidden, experts.down).to(x.dtype)  # each row rounded, as where it travels alone
+    out = narrowed(product(hidden, experts.down), experts.down)  # each row rounded, as where it travels alone
     if experts.down_bias is not None:
         out = add_bias(out, weights, experts.down_bias, order.counts)
     return unpermute(out, order.rows)

@@ -76,6 +76,19 @@ class Scratch:
         (wide[..., :n] if fill else wide).copy_(x.transpose(0, 1))
         return wide
 
+    def read_keys(self, name: str, x: Tensor, piece: Piece) -> Tensor:
+        """`keys` where they need not be changed: those of x itself if they have the buffers' dtype."""
+        if x.dtype != self.dtype:
+            return self.keys(name, x, piece)
+        return x[piece.row, :, piece.heads].transpose(0, 1)
+
+    def read_queries(self, name: str, x: Tensor, piece: Piece) -> Tensor:
+        """`queries` where they need not be changed: those of x itself if they have the buffers' dtype, and rows that
+        lie evenly."""
+        if x.dtype != self.dtype or piece.group > 1:
+            return self.queries(name, x, piece)
+        return x[piece.row, :, piece.queries, None].transpose(0, 1)
+
     def queries(self, name: str, x: Tensor, piece: Piece, fill: int = 0, part: slice = WHOLE) -> Tensor:
         """x [B, S, query heads, n] -> the piece's [key-value heads, S, H/G, n + fill], of a part of S."""
         x = x[piece.row, part, piece.queries]

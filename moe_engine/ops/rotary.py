@@ -34,19 +34,25 @@ class Turn:
         return Turn(self.factors.conj().resolve_conj(), self.interleaved)
 
     def end(self, x: Tensor, row: int) -> Tensor:
-        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`: these, a view.
+        """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`: these, a view."""
+        return self._turn(x, self.factors[row])
 
-        One pass. Pairs of a vector are the innermost loop, so its bits do not depend on what is beside it.
-        """
-        end = x[..., x.shape[-1] - 2 * self.factors.shape[-1] :]
+    @torch.no_grad()
+    def ends(self, x: Tensor) -> None:
+        """Turn the last `rope` numbers of every vector in x [B, S, heads, n]. Autograd does not see it."""
+        self._turn(x, self.factors)
+
+    def _turn(self, x: Tensor, factors: Tensor) -> Tensor:
+        """One pass. Pairs of a vector are the innermost loop, so its bits do not depend on what is beside it."""
+        end = x[..., x.shape[-1] - 2 * factors.shape[-1] :]
         if self.interleaved:
             even = _even(end)
-            torch.view_as_complex(even.unflatten(-1, (-1, 2))).mul_(self.factors[row])
+            torch.view_as_complex(even.unflatten(-1, (-1, 2))).mul_(factors)
             if even is not end:
                 end.copy_(even)
         else:
             first, second = end.chunk(2, dim=-1)
-            turned = torch.complex(first, second).mul_(self.factors[row])
+            turned = torch.complex(first, second).mul_(factors)
             first.copy_(turned.real)
             second.copy_(turned.imag)
         return end

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_engine.ops.attention_parts import Piece, Scratch, cut, for_pieces, heads_at_once, hidden, rows_of
+from moe_engine.ops.attention_parts import (
+    Piece,
+    Scratch,
+    cut,
+    for_pieces,
+    heads_at_once,
+    hidden,
+    length,
+    rows_of,
+)
 from moe_engine.ops.autocast import without_autocast
 from moe_engine.ops.first_order import first_order
 from moe_engine.ops.rotary import Turn
@@ -34,7 +43,7 @@ def is_short(device: torch.device, visible: Visible) -> bool:
 @dataclass(frozen=True)
 class _Operands:
     """q [B, S, H, d], v [B, S, G, e], and keys k [B, S, G, d], or [B, S, G, d - r] and `shared` [B, S, r], their last r
-    numbers. turn: what is still to be done to queries.
+    numbers. turn: what is still to be done to queries, in buffers.
     """
 
     q: Tensor
@@ -45,11 +54,11 @@ class _Operands:
 
     def queries(self, scratch: Scratch, piece: Piece) -> Tensor:
         """[heads, S, H/G, d]."""
+        if self.turn is None:
+            return scratch.read_queries("q", self.q, piece)
         wide = scratch.queries("q", self.q, piece)
-        if self.turn is not None:
-            turned = self.turn.end(wide, piece.row)
-            if self.q.dtype != wide.dtype:  # rounded as where turned queries exist whole: ranks that share rows
-                turned.copy_(turned.to(self.q.dtype))
+        turned = self.turn.end(wide, piece.row)
+        turned.copy_(turned.to(self.q.dtype))  # rounded as where turned queries exist whole: ranks that share rows
         return wide
 
     def keys(self, scratch: Scratch, piece: Piece) -> Tensor:
@@ -72,17 +81,30 @@ class _Gradients:
     shared: Tensor | None  # [pieces of a row, B, S, r]: of each few heads
     turn: Turn | None  # back
 
+    def queries(self, scratch: Scratch, piece: Piece) -> Tensor:
+        """Where a gradient of the queries is made, [heads, S, H/G, d]: where it goes, if that is as in a buffer."""
+        if self.q.dtype == scratch.dtype and piece.group == 1:
+            return self.q[piece.row, :, piece.queries, None].transpose(0, 1)
+        return scratch("d_q", (piece.heads.stop - piece.heads.start, self.q.shape[1], piece.group, self.q.shape[3]))
+
     def put_queries(self, d_q: Tensor, piece: Piece) -> None:
-        """d_q [heads, S, H/G, d] is used up."""
+        """d_q, made in `queries`, is used up."""
         if self.turn is not None:
             self.turn.end(d_q, piece.row)
-        self.q[piece.row, :, piece.queries].unflatten(1, (-1, piece.group)).copy_(d_q.transpose(0, 1))
+        if self.q.dtype != d_q.dtype or piece.group > 1:
+            self.q[piece.row, :, piece.queries].unflatten(1, (-1, piece.group)).copy_(d_q.transpose(0, 1))
+
+    def values(self, scratch: Scratch, piece: Piece) -> Tensor:
+        """Where a gradient of the values is made, [heads, S, e], as `queries`."""
+        to = self.v[piece.row, :, piece.heads].transpose(0, 1)
+        return to if self.v.dtype == scratch.dtype else scratch("d_v", to.shape)
 
     def put_keys_values(self, d_k: Tensor, d_v: Tensor, piece: Piece) -> None:
-        """[heads, S, d] and [heads, S, e]."""
+        """[heads, S, d] and [heads, S, e], made in `values`."""
         own = self.k.shape[3]
         self.k[piece.row, :, piece.heads] = d_k[..., :own].transpose(0, 1)
-        self.v[piece.row, :, piece.heads] = d_v.transpose(0, 1)
+        if self.v.dtype != d_v.dtype:
+            self.v[piece.row, :, piece.heads] = d_v.transpose(0, 1)
         if self.shared is not None:
             torch.sum(d_k[..., own:], dim=0, out=self.shared[piece.number, piece.row])
 
@@ -92,29 +114,26 @@ _Kept = dict[tuple[int, int, int], Tensor]
 
 
 class _ForwardStep(NamedTuple):
-    """Views of the buffers that a step works on, the same for all pieces of a shape: made once a call."""
+    """Views of the buffers that a step works on, the same for all pieces of a shape: made once a call.
+
+    Where they are to be cut of operands or of results, `queries` and `keys` say.
+    """
 
     queries: slice
-    q: Tensor  # [heads, rows, d]
+    keys: slice
     k_t: Tensor  # [heads, d, keys]
-    v: Tensor  # [heads, keys, e]
     scores: Tensor  # [heads, rows, keys]
     edge: tuple[Tensor, Tensor] | None  # the part of the scores that a mask is added to, and the mask
-    result: Tensor  # [heads, rows, e]
 
 
-def _forward_steps(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible, piece: Piece, scratch: Scratch
-) -> list[_ForwardStep]:
-    """q [heads, S, H/G, d], k [heads, S, d], v [heads, S, e], which are buffers."""
+def _forward_steps(k: Tensor, visible: Visible, piece: Piece, scratch: Scratch) -> list[_ForwardStep]:
+    """k [heads, S, d], which is a buffer."""
     found = []
     for step in visible.steps_of(piece.row):
-        q_rows, keys = rows_of(q, step.queries), cut(v, 1, step.keys)
-        scores = scratch("scores", (*q_rows.shape[:2], keys.shape[1]))
-        result = scratch("result", (*q_rows.shape[:2], v.shape[2]))
-        edge = hidden(scores, visible, piece.row, step, piece.group)
         k_t = cut(k, 1, step.keys).transpose(1, 2)
-        found.append(_ForwardStep(step.queries, q_rows, k_t, keys, scores, edge, result))
+        scores = scratch("scores", (k.shape[0], length(step.queries) * piece.group, k_t.shape[2]))
+        edge = hidden(scores, visible, piece.row, step, piece.group)
+        found.append(_ForwardStep(step.queries, step.keys, k_t, scores, edge))
     return found
 
 
@@ -123,15 +142,19 @@ def _forward(x: _Operands, visible: Visible, scale: float, kept: _Kept | None) -
     out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.v.dtype, device=x.q.device)
 
     def attend(scratch: Scratch, piece: Piece) -> None:
-        q, k, v = x.queries(scratch, piece), x.keys(scratch, piece), scratch.keys("v", x.v, piece)
+        q, k, v = x.queries(scratch, piece), x.keys(scratch, piece), scratch.read_keys("v", x.v, piece)
         to = out[piece.row, :, piece.queries].unflatten(1, (-1, piece.group)).transpose(0, 1)  # [heads, S, H/G, e]
-        for step in scratch.once(piece, visible, lambda: _forward_steps(q, k, v, visible, piece, scratch)):
-            step.scores.baddbmm_(step.q, step.k_t, beta=0, alpha=scale)
+        at_once = out.dtype == scratch.dtype and piece.group == 1
+        for step in scratch.once(piece, visible, lambda: _forward_steps(k, visible, piece, scratch)):
+            step.scores.baddbmm_(rows_of(q, step.queries), step.k_t, beta=0, alpha=scale)
             if step.edge is not None:
                 step.edge[0].add_(step.edge[1])
             softmax = step.scores.softmax(dim=2)
-            torch.bmm(softmax, step.v, out=step.result)
-            cut(to, 1, step.queries).copy_(step.result.unflatten(1, (-1, piece.group)))
+            rows, values = cut(to, 1, step.queries), cut(v, 1, step.keys)
+            if at_once:
+                torch.bmm(softmax, values, out=rows[:, :, 0])
+            else:
+                rows.copy_(torch.bmm(softmax, values).unflatten(1, (-1, piece.group)))
             if kept is not None:
                 kept[piece.row, piece.heads.start, step.queries.start] = softmax
 
@@ -143,58 +166,45 @@ class _BackwardStep(NamedTuple):
     """As `_ForwardStep`. `first`: what gradients of keys and values are set to, not added to."""
 
     queries: slice
-    q: Tensor  # [heads, rows, d]
+    keys: slice
     k: Tensor  # [heads, keys, d]
-    v_t: Tensor  # [heads, e, keys]
-    d_out: Tensor  # [heads, rows, e]
-    d_q: Tensor  # [heads, rows, d]
     d_k: Tensor  # [heads, keys, d]
-    d_v: Tensor  # [heads, keys, e]
     d_softmax: Tensor  # [heads, rows, keys]
     first: bool
 
 
-def _backward_steps(
-    operands: list[Tensor], gradients: list[Tensor], visible: Visible, piece: Piece, scratch: Scratch
-) -> list[_BackwardStep]:
-    """operands q, k, v, d_out and gradients of q, k, v, which are buffers.
+def _backward_steps(k: Tensor, d_k: Tensor, visible: Visible, piece: Piece, scratch: Scratch) -> list[_BackwardStep]:
+    """k and its gradient, which are buffers.
 
     The last queries first: they mostly see all keys, and what is set then need not be zero before.
     """
-    q, k, v, d_out = operands
-    d_q, d_k, d_v = gradients
     found: list[_BackwardStep] = []
     for step in visible.steps_of(piece.row)[::-1]:
         rows, keys = step.queries, step.keys
-        q_rows, d_rows = rows_of(q, rows), rows_of(d_out, rows)
-        k_, v_, d_k_, d_v_ = (cut(x, 1, keys) for x in (k, v, d_k, d_v))
-        d_softmax = scratch("d_softmax", (*q_rows.shape[:2], k_.shape[1]))
+        k_, d_k_ = cut(k, 1, keys), cut(d_k, 1, keys)
+        d_softmax = scratch("d_softmax", (k.shape[0], length(rows) * piece.group, k_.shape[1]))
         first = not found and keys == slice(0, k.shape[1])
-        found.append(
-            _BackwardStep(
-                rows, q_rows, k_, v_.transpose(1, 2), d_rows, rows_of(d_q, rows), d_k_, d_v_, d_softmax, first
-            )
-        )
+        found.append(_BackwardStep(rows, keys, k_, d_k_, d_softmax, first))
     return found
 
 
 def _backward(d_out: Tensor, x: _Operands, to: _Gradients, visible: Visible, scale: float, kept: _Kept) -> None:
     def attend(scratch: Scratch, piece: Piece) -> None:
-        operands = [x.queries(scratch, piece), x.keys(scratch, piece), scratch.keys("v", x.v, piece)]
-        gradients = [scratch(name, like.shape) for name, like in zip(("d_q", "d_k", "d_v"), operands, strict=True)]
-        operands.append(scratch.queries("d_out", d_out, piece))
-        steps = scratch.once(piece, visible, lambda: _backward_steps(operands, gradients, visible, piece, scratch))
-        d_q, d_k, d_v = gradients
+        q, k, v = x.queries(scratch, piece), x.keys(scratch, piece), scratch.read_keys("v", x.v, piece)
+        d_k, d_v, d_q = scratch("d_k", k.shape), to.values(scratch, piece), to.queries(scratch, piece)
+        d_result, v_t = scratch.read_queries("d_out", d_out, piece), v.transpose(1, 2)
+        steps = scratch.once(piece, visible, lambda: _backward_steps(k, d_k, visible, piece, scratch))
         if not (steps and steps[0].first):
             d_k.zero_()
             d_v.zero_()
         for step in steps:
             softmax, add = kept[piece.row, piece.heads.start, step.queries.start], 0 if step.first else 1
-            step.d_v.baddbmm_(softmax.transpose(1, 2), step.d_out, beta=add)
-            torch.bmm(step.d_out, step.v_t, out=step.d_softmax)
+            d_rows = rows_of(d_result, step.queries)
+            cut(d_v, 1, step.keys).baddbmm_(softmax.transpose(1, 2), d_rows, beta=add)
+            torch.bmm(d_rows, cut(v_t, 2, step.keys), out=step.d_softmax)
             d_scores = torch._softmax_backward_data(step.d_softmax, softmax, 2, softmax.dtype)
-            step.d_k.baddbmm_(d_scores.transpose(1, 2), step.q, beta=add, alpha=scale)
-            step.d_q.baddbmm_(d_scores, step.k, beta=0, alpha=scale)
+            step.d_k.baddbmm_(d_scores.transpose(1, 2), rows_of(q, step.queries), beta=add, alpha=scale)
+            rows_of(d_q, step.queries).baddbmm_(d_scores, step.k, beta=0, alpha=scale)
         to.put_queries(d_q, piece)
         to.put_keys_values(d_k, d_v, piece)
 
@@ -270,7 +280,12 @@ class _LatentAttention(torch.autograd.Function):
 
 def _latent_operands(q: Tensor, kv: Tensor, k_rope: Tensor, turn: Turn, value: int) -> _Operands:
     k, v = kv.split((kv.shape[3] - value, value), dim=3)
-    return _Operands(q, k, v, k_rope, turn)
+    return _Operands(q, k, v, k_rope, None if turned_in_place(q) else turn)
+
+
+def turned_in_place(q: Tensor) -> bool:
+    """Whether queries of this format are to be turned where they are before `latent_attention`: no rounding follows."""
+    return q.dtype in (torch.float32, torch.float64)
 
 
 def latent_attention(
@@ -278,7 +293,9 @@ def latent_attention(
 ) -> Tensor:
     """`short_attention` of queries whose last r numbers `turn` turns, and keys that end with those of `k_rope`.
 
-    q [B, S, H, n + r]; kv [B, S, H, n + value], a head's key, then its values; k_rope [B, S, r], turned already
+    Where `turned_in_place`, queries come as `turn.ends` left them, which autograd does not see; their gradients are in
+    any case those of queries before it. q [B, S, H, n + r]; kv [B, S, H, n + value], a head's key, then its values;
+    k_rope [B, S, r], turned already
     -> [B, S, H, value].
     """
     out: Tensor = _LatentAttention.apply(q, kv, k_rope, visible, scale, turn, value)

@@ -307,7 +307,9 @@ def test_latent_attention_is_that_of_turned_queries_and_whole_keys(H: int, own: 
         return formula(rotate_end(q, cos, sin, interleaved), k, kv[..., own:], visible, 0.3)[0]
 
     def fused(q: Tensor, kv: Tensor, k_rope: Tensor) -> Tensor:
-        return latent_attention(q, kv, k_rope, visible, 0.3, Turn.of(cos, sin, interleaved), value)
+        turn, turned = Turn.of(cos, sin, interleaved), q.clone()
+        turn.ends(turned)
+        return latent_attention(turned, kv, k_rope, visible, 0.3, turn, value)
 
     results = []
     for function in (plain, fused):
