@@ -107,9 +107,9 @@ def through_experts(
 
     The weight multiplies inside the activation, before the down projection; that projection's bias is weighted after.
     SwiGLU experts without biases keep their input and the first projection alone, without a queue and outside segments
-    (`ops.expert_mlp`); in fp8 always, as codes. Others keep what their operations keep. A `backend` that is not auto
-    (`ops.backend`) has the first kind alone. wide: what stands between the projections of the others is kept in the
-    format in which products are computed (`ops.linear.widened`), which is faster and takes more memory.
+    (`ops.expert_mlp`), unless `wide`; in fp8 always, as codes. Others keep what their operations keep. A `backend` that
+    is not auto (`ops.backend`) has the first kind alone. wide: what stands between two projections of the others is
+    kept in the format in which products are computed (`ops.linear.widened`): faster, and more memory.
     """
     order = order_by_expert(rows.local_ids, experts.down.shape[0], rows.most_choices)
     weights = take(rows.weights, order.slots, order.rows.places)
@@ -118,7 +118,7 @@ def through_experts(
         grouped = Grouped(order.rows, order.counts, rows.codes, rows.gradient)
         return fp8_mlp(rows.x, experts.up, experts.down, fp8, queue, weights, grouped)
     x = rows.numbers()
-    alone = plain and queue is None and segments is None and not torch.compiler.is_compiling()
+    alone = plain and not wide and queue is None and segments is None and not torch.compiler.is_compiling()
     if alone or backend != "auto":
         return expert_mlp(x, experts.up, experts.down, weights, order, backend)
 
