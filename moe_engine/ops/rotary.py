@@ -37,10 +37,10 @@ class Turn:
         """Turn the last `rope` numbers of x [heads, S, group, n], which are of row `row`: these, a view."""
         return self._turn(x, self.factors[row])
 
-    @torch.no_grad()
     def ends(self, x: Tensor) -> None:
-        """Turn the last `rope` numbers of every vector in x [B, S, heads, n]. Autograd does not see it."""
-        self._turn(x, self.factors)
+        """Turn the last `rope` numbers of every vector in x [B, S, heads, n], which nobody else reads: autograd does
+        not see it."""
+        self._turn(x.data, self.factors)
 
     def _turn(self, x: Tensor, factors: Tensor) -> Tensor:
         """One pass. Pairs of a vector are the innermost loop, so its bits do not depend on what is beside it."""
