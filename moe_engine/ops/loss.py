@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_engine.ops.linear import widened
 from moe_kernels import gemm, matmul_dtype, wgrad
 
 IGNORE = -100  # a label that is no target
@@ -72,10 +71,9 @@ def _chunks(rows: int, vocab_size: int) -> Iterator[slice]:
 def cross_entropy(x: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
     """Loss of each token in nats: x [T, D], head_weight [V, D], labels [T] int64 -> [T] fp32 (fp64 for fp64 x).
 
-    0 where the label is IGNORE. Not averaged: whoever knows the number of valid targets divides. Logits have the dtype
-    in which they are computed, and exponentials are taken in fp32; the head's gradient is summed over chunks in fp32.
+    0 where the label is IGNORE. Not averaged: whoever knows the number of valid targets divides. Logits are
+    rounded to x's dtype and exponentials taken in fp32; the head's gradient is summed over chunks in fp32.
     """
     x, head_weight = cast_operands(x, head_weight)
-    x = widened(x)
     out: Tensor = _CrossEntropy.apply(x, head_weight, labels)
     return out
