@@ -251,34 +251,34 @@ def swiglu_backward_into(
 
     again [N, F]: for the result of `swiglu`, which shares its exponentials.
     """
-    hidden, wide, blocks = gate_up.shape[1] // 2, scratch.dtype, scratch.shape[1]
-    one = scratch.new_ones(())  # a number on the left of a difference cannot have `out`
+    wide, blocks, one = scratch.dtype, scratch.shape[1], scratch.new_ones(())
     for start in range(0, gate_up.shape[0], blocks):
         rows = slice(start, start + blocks)
         gate, up = gate_up[rows].to(wide).chunk(2, dim=1)
-        sigmoid, silu, d_act = scratch[:, : len(gate)]
+        d_gate, d_up = d_gate_up[rows].chunk(2, dim=1)
+        in_place = d_gate_up.dtype == wide
+        sigmoid, spare, d_act = scratch[:, : len(gate)]
         torch.neg(gate, out=sigmoid).exp_().add_(1)
         if again is not None:
-            act = torch.div(gate, sigmoid, out=again[rows] if again.dtype == wide else silu).mul_(up)
+            act = torch.div(gate, sigmoid, out=again[rows] if again.dtype == wide else spare).mul_(up)
             if weight is not None:
                 act *= weight[rows, None]
             if again.dtype != wide:
                 again[rows] = act
-        torch.mul(gate, sigmoid.reciprocal_(), out=silu)
+        silu = torch.mul(gate, sigmoid.reciprocal_(), out=d_up if in_place else spare)
         given = d_out[rows].to(wide)
         if weight is None or d_weight is None:
             d_act = given
         else:
             d_weight[rows] = torch.mul(given, silu, out=d_act).mul_(up).sum(dim=1)
             torch.mul(given, weight[rows, None], out=d_act)
-        in_place = d_gate_up.dtype == wide
-        d_up = torch.mul(d_act, silu, out=d_gate_up[rows, hidden:] if in_place else silu)
+        silu *= d_act
         if not in_place:
-            d_gate_up[rows, hidden:] = d_up
-        slope = torch.sub(one, sigmoid, out=silu).mul_(gate).add_(1).mul_(sigmoid).mul_(up)  # d silu / d gate, * up
-        d_gate = torch.mul(slope, d_act, out=d_gate_up[rows, :hidden] if in_place else slope)
+            d_up.copy_(silu)
+        slope = torch.sub(one, sigmoid, out=d_gate if in_place else spare)  # of silu, times up, in the end
+        slope.mul_(gate).add_(1).mul_(sigmoid).mul_(up).mul_(d_act)
         if not in_place:
-            d_gate_up[rows, :hidden] = d_gate
+            d_gate.copy_(slope)
 
 
 def row_blocks(x: Tensor, elements: int = BLOCK_ELEMENTS) -> Iterator[slice]:
