@@ -34,14 +34,14 @@ EAGER_US, CAPTURED_US = 500.0, 100.0
 Samples = dict[Group, list[tuple[Measurement, Sample]]]
 
 
-def best_rows(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[float]]:
-    """The fastest row of each configuration, and how much slower the others of it are."""
+def best_rows(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[tuple[Measurement, float]]]:
+    """The fastest row of each configuration, and the others of it with how much slower they are."""
     groups: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
     for row in measurements:
         groups[row.configuration].append(row)
     best = [min(found, key=lambda row: row.seconds) for found in groups.values()]
     noise = [
-        row.seconds / fastest.seconds - 1
+        (row, row.seconds / fastest.seconds - 1)
         for found, fastest in zip(groups.values(), best, strict=True)
         for row in found
         if row is not fastest

@@ -34,7 +34,7 @@ ROUNDS = 40
 # Of each efficiency's logarithm: what a level of it belongs to, and how far it usually goes.
 LEVELS: dict[str, tuple[tuple[str, float], ...]] = {
     "matmul": (("format", 0.25), ("group", 0.1)),
-    "grouped": (("format", 0.25), ("group", 0.1)),
+    "grouped": (("format", 0.18), ("group", 0.07)),
     "attention": (("software", 0.3), ("card", 0.15), ("group", 0.05)),
     "memory": (("software", 0.3), ("card", 0.15), ("group", 0.1)),
     "links": (("software", 0.6), ("card", 0.3), ("group", 0.1)),

@@ -249,7 +249,7 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
         return "batch not stated"
     else:
         micro_batches = 1
-    schedule, virtual = _schedule(row, model, pp, micro_batches)
+    schedule, virtual = _schedule(row, source["virtual"], model, pp, micro_batches)
     zero, shard = _zero(row, source)
     try:
         return Strategy(
@@ -281,8 +281,11 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
         return str(error)
 
 
-def _schedule(row: Row, model: Architecture, pp: int, micro_batches: int) -> tuple[str, int]:
+def _schedule(row: Row, usual: str, model: Architecture, pp: int, micro_batches: int) -> tuple[str, int]:
+    """Name and virtual stages; `usual`: a publisher's where a row says nothing, `layer` for one layer each."""
     name, virtual = row["schedule"], int(row["vpp"] or 1)
+    if usual == "layer" and not row["vpp"] and model.num_layers % pp == 0:
+        virtual = model.num_layers // pp
     if pp == 1:
         return "1f1b", 1
     if name.startswith("DualPipe"):

@@ -42,7 +42,7 @@ class Validation:
     rows: int
     used: int
     dropped: list[Dropped]
-    noise: list[float]
+    noise: list[tuple[Measurement, float]]
 
 
 def validate(rows: int, measurements: Sequence[Measurement], dropped: Sequence[Dropped]) -> Validation:

@@ -67,8 +67,13 @@ def _overall_table(found: Validation) -> Table:
         mean = sum(errors) / max(1, len(errors))
         worst = max(errors, default=0.0)
         rows.append([name, str(len(predictions)), *_three(predictions), f"{mean:.1%}", f"{worst:.1%}"])
-    noise = [f"{quantile(found.noise, share):.1%}" for share in (0.5, 0.9)]
-    rows.append(["noise floor: equal configurations", str(len(found.noise)), *noise, *[""] * 6])
+    spread = [(bool(row.model.num_experts), excess) for row, excess in found.noise]
+    kinds = {"": (False, True), ", dense": (False,), ", MoE": (True,)}
+    for name, experts in kinds.items():
+        noise = [excess for moe, excess in spread if moe in experts]
+        mean, worst = sum(noise) / max(1, len(noise)), max(noise, default=0.0)
+        cells = [str(len(noise)), *_quantiles(noise), *[""] * 4, f"{mean:.1%}", f"{worst:.1%}"]
+        rows.append([f"noise floor: equal configurations{name}", *cells])
     pairs, right = rank_agreement(found.predictions)
     share = f"{right / max(1, pairs):.1%}"
     rows.append(["pairs of layouts in the right order", str(pairs), share, *[""] * 7])

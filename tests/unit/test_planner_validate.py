@@ -229,14 +229,16 @@ def test_steps_are_predicted_better_than_by_the_floor(tables: Tables) -> None:
     found = validate(len(rows), used, dropped)
     errors = [abs(p.fitted) for p in found.predictions]
     naive = [abs(p.naive) for p in found.predictions]
-    assert quantile(errors, 0.5) < 0.056 < quantile(naive, 0.5)
-    assert quantile(errors, 0.9) < 0.2 < quantile(naive, 0.9)
+    assert quantile(errors, 0.5) < 0.0555 < quantile(naive, 0.5)
+    assert quantile(errors, 0.9) < 0.194 < quantile(naive, 0.9)
     dense = [abs(p.fitted) for p in found.predictions if not p.row.model.num_experts]
     experts = [abs(p.fitted) for p in found.predictions if p.row.model.num_experts]
-    assert quantile(dense, 0.5) < 0.046 and quantile(dense, 0.9) < 0.15
-    assert quantile(experts, 0.5) < 0.11 and sum(experts) / len(experts) < 0.155 and max(experts) < 1.1
+    assert quantile(dense, 0.5) < 0.043 and quantile(dense, 0.9) < 0.145
+    assert quantile(experts, 0.5) < 0.11 and sum(experts) / len(experts) < 0.152 and max(experts) < 1.06
+    again = [excess for row, excess in found.noise if row.model.num_experts]  # equal configurations, other releases
+    assert sum(experts) / len(experts) < sum(again) / len(again)
     korthikanti = [abs(p.fitted) for p in found.predictions if p.row.stack == "megatron 2022"]
-    assert sum(korthikanti) / len(korthikanti) < 0.0365
+    assert sum(korthikanti) / len(korthikanti) < 0.032
 
 
 def test_validate_prints_balanced_accuracy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
