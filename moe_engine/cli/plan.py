@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +33,7 @@ from moe_engine.planner.job import cut_of
 from moe_engine.planner.measured import read_table
 from moe_engine.planner.memory import zero_table
 from moe_engine.planner.own_machine import efficiency_of_machine
-from moe_engine.planner.records import is_records
+from moe_engine.planner.records import is_records, read_records, sends_itself
 from moe_engine.planner.request import PlanSection, Request, efficiency_of, precision_of, request
 from moe_engine.planner.strategy import Strategy
 
@@ -148,6 +148,9 @@ def _dry_run(config: PlanConfig) -> int:
 
 def asked_of(config: PlanConfig) -> Request:
     """The question that a configuration asks. Raises ConfigError with a line for each rule that is broken."""
+    plan, given = config.plan, Path(config.plan.efficiencies)
+    if plan.efficiencies and given.exists() and is_records(given) and sends_itself(read_records(given)):
+        plan = replace(plan, cp_hidden=plan.cp_hidden or 0.0, dp_hidden=plan.dp_hidden or 0.0)
     return request(
         config.model,
         config.parallel,
@@ -155,7 +158,7 @@ def asked_of(config: PlanConfig) -> Request:
         config.precision,
         config.train,
         config.cluster,
-        config.plan,
+        plan,
         config.search,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,12 @@ def read_records(path: Path) -> list[Record]:
             "for example plan.efficiencies=bench after `moe-engine bench comm out=bench/comm`"
         )
     return [_record(path, file) for file in files]
+
+
+def sends_itself(records: Sequence[Record]) -> bool:
+    """Whether a machine without a GPU was measured: what its ranks send, the cores that compute send."""
+    machines = [record for record in records if record.machine]
+    return bool(machines) and not any(record.gpu for record in machines)
 
 
 def unreadable(path: Path, file: Path, why: str) -> ConfigError:

@@ -24,8 +24,9 @@ class PlanSection:
     compute: format of matrix products, bf16, fp8 or fp4; empty: that of section `precision`. moment_bytes: of both
     AdamW moments of a parameter. load: rows of the busiest rank's experts over the mean. keeping: what is kept for
     backward, as in this engine or as in megatron. The *_hidden options are shares of communication that runs beside
-    computation. efficiencies: a table that `plan fit=` wrote, or records of `moe-engine bench` (a folder of one or of
-    several, or a results.jsonl); software: whose efficiencies of the table, empty for those with most rows.
+    computation; cp_hidden, dp_hidden left out: all of it, and nothing by records of a machine without a GPU, whose
+    cores send too. efficiencies: a table that `plan fit=` wrote, or records of `moe-engine bench` (a folder of one or
+    of several, or a results.jsonl); software: whose efficiencies of the table, empty for those with most rows.
     matmul … block_us: efficiencies by hand; 0: those of the table or the records.
     """
 
@@ -41,9 +42,9 @@ class PlanSection:
     load: float = 1.0
     keeping: str = "engine"
     tp_hidden: float = 0.0
-    cp_hidden: float = 1.0
+    cp_hidden: float | None = None
     ep_hidden: float = 0.0
-    dp_hidden: float = 1.0
+    dp_hidden: float | None = None
     efficiencies: str = ""
     software: str = ""
     matmul: float = 0.0
@@ -109,7 +110,12 @@ def request(
         stage_layers=tuple(int(size) for size in plan.stage_layers),
         sequence_parallel=plan.sequence_parallel,
         dispatch=plan.dispatch,
-        overlap=Overlap(plan.tp_hidden, plan.cp_hidden, plan.ep_hidden, plan.dp_hidden),
+        overlap=Overlap(
+            plan.tp_hidden,
+            1.0 if plan.cp_hidden is None else plan.cp_hidden,
+            plan.ep_hidden,
+            1.0 if plan.dp_hidden is None else plan.dp_hidden,
+        ),
     )
     return Request(architecture(model), strategy, cluster, plan.load, plan.keeping)
 
@@ -179,7 +185,7 @@ def _problems(parallel: ParallelConfig, pipeline: PipelineConfig, train: TrainCo
         "memory",
         "links",
     ):
-        if not 0 <= getattr(plan, name) <= 1:
+        if not 0 <= (getattr(plan, name) or 0.0) <= 1:
             problems.append(f"plan.{name}={getattr(plan, name)}: a share, from 0 to 1; use plan.{name}=0.5")
     if any(not size.isdigit() for size in plan.stage_layers):
         problems.append(

@@ -217,6 +217,14 @@ def test_a_plan_follows_the_records(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert by_hand["efficiency"]["links"] == first["efficiency"]["links"]
 
 
+def test_on_a_machine_without_a_gpu_nothing_hides_unless_it_is_said(tmp_path: Path) -> None:
+    """Gloo sends with the cores that compute."""
+    left = planned(tmp_path, BENCH)
+    assert left == planned(tmp_path, BENCH, "plan.dp_hidden=0", "plan.cp_hidden=0")
+    hidden = planned(tmp_path, BENCH, "plan.dp_hidden=1")
+    assert hidden["tokens_per_s_per_gpu"] > left["tokens_per_s_per_gpu"]
+
+
 def test_a_search_takes_records(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, f"plan.efficiencies={BENCH}", "search=true"]) == 0
     assert "attention 0.766 from" in capsys.readouterr().out
