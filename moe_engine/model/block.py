@@ -143,6 +143,7 @@ class Block(nn.Module):
         self.moe: MoELayer | None = None
         if dense:
             self.mlp = DenseMLP(model.dim, model.dense_hidden, dtype, device)
+            self.mlp.wide = True
         else:
             self.moe = MoELayer(
                 moe_layer_config(model, moe),
@@ -155,6 +156,8 @@ class Block(nn.Module):
                 device=device,
             )
             self.moe.experts.wide = True
+            if self.moe.shared is not None:
+                self.moe.shared.wide = True
 
     def attn_phase(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""

@@ -29,6 +29,7 @@ class DenseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.wide = False  # what stands between the projections: see `moe.experts.through_experts`
         self.up_name = "gate_up" if activation.gated else "up"
         self.add_module(self.up_name, Linear(dim, activation.width(hidden), dtype, device))
         self.down = Linear(hidden, dim, dtype, device)
@@ -43,7 +44,7 @@ class DenseMLP(nn.Module):
         def activate(up: Tensor) -> Tensor:
             return expert_activation(up, None, self.activation)
 
-        up = first(x if first.fp8 is not None else widened(x), queue)
+        up = first(widened(x) if self.wide and first.fp8 is None else x, queue)
         out = self.down(segment(segments, "swiglu", activate, up), queue)
         return narrowed(out, self.down.weight)
 

@@ -18,7 +18,7 @@ def adamw(
     exp_avg_sq: Tensor,
     gradient: Tensor,
     *,
-    step: int,
+    step: int | Tensor,
     lr: float,
     beta1: float,
     beta2: float,
@@ -27,7 +27,8 @@ def adamw(
 ) -> None:
     """Update `master` and both moments in place; `gradient` is only read. All are flat and of one dtype.
 
-    `step` counts from 1: it is the number of this update, for the bias corrections.
+    `step` counts from 1: it is the number of this update, for the bias corrections; as a tensor (fp32, no dimension) it
+    is made once for many calls.
     """
     torch._fused_adamw_(
         [master],
@@ -35,7 +36,7 @@ def adamw(
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.full((), step, dtype=torch.float32, device=master.device)],
+        [torch.as_tensor(step, dtype=torch.float32, device=master.device)],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

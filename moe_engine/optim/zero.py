@@ -167,6 +167,7 @@ class _Bucket:
         device, dtype = self.master.device, self.master.dtype
         size = UPDATE_BLOCK if device.type == "cpu" else BLOCK
         flat = (self.master, self.exp_avg, self.exp_avg_sq, self.gradient_shard, self.own_values)
+        count = torch.full((), step, dtype=torch.float32, device=device)
 
         def work(blocks: Sequence[tuple[Tensor, ...]]) -> None:
             scaled = torch.empty(min(size, self.shard_size) if scale != 1.0 else 0, dtype=dtype, device=device)
@@ -179,7 +180,7 @@ class _Bucket:
                     exp_avg,
                     exp_avg_sq,
                     gradient,
-                    step=step,
+                    step=count,
                     lr=lr,
                     beta1=optim.beta1,
                     beta2=optim.beta2,
