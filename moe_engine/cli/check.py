@@ -42,13 +42,17 @@ def layout_lines(config: Config) -> list[str]:
 
 def _memory(rank: RankMemory) -> str:
     """Parameters and GiB of one rank."""
-    gib = 2.0**30
     states = rank.parameters + rank.gradients + rank.master + rank.moments
     rest = rank.total - states - rank.activation_bytes
     return (
-        f"{rank.dense:,.0f} dense parameters, {rank.experts:,.0f} of experts; states {states / gib:.3g} GiB, "
-        f"activations {rank.activation_bytes / gib:.3g}, buffers {rest / gib:.3g}"
+        f"{rank.dense:,.0f} dense parameters, {rank.experts:,.0f} of experts; states {_gib(states)} GiB, "
+        f"activations {_gib(rank.activation_bytes)}, buffers {_gib(rest)}"
     )
+
+
+def _gib(size: float) -> str:
+    gib = size / 2**30
+    return f"{gib:.3g}" if gib < 1000 else f"{gib:,.0f}"
 
 
 def _parts(spec: StageSpec) -> str:
