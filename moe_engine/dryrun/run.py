@@ -34,8 +34,8 @@ FAKED = (
     "numbers: floating-point tensors have sizes and no values; what they would decide is 0",
     "the other ranks: they say what this one says, and nothing is sent",
     "the router's choice: experts are chosen as the stated assumption wants",
-    "kernels: their fake implementations give the sizes of their results, attention's as well; it keeps no softmax,"
-    " as on a GPU (a CPU keeps that of rows up to 512 tokens)",
+    "kernels: their fake implementations give the sizes of their results, attention's as well; nothing is kept but"
+    " what a GPU keeps (a CPU keeps the softmax of rows up to 512 tokens, and bf16 activations in fp32)",
     "text: whole rows of one document each",
 )
 
