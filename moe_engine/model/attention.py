@@ -105,6 +105,7 @@ class Attention(nn.Module):
 
     out: Linear
     windowed = False  # whether this layer has the model's sliding window
+    wide = False  # what stands between the projections: see `moe.experts.through_experts`
     sinks: nn.Parameter | None  # [H], see `core_attention.sink_attention`
 
     def __init__(self, model: ModelConfig, cp: ContextParallel | None) -> None:
@@ -172,7 +173,7 @@ class Attention(nn.Module):
 
     def _wide(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x in the format of all that follows up to `project_out`; what may travel between ranks keeps its own."""
-        return x if context.shared is not None or self.out.fp8 is not None else widened(x)
+        return widened(x) if self.wide and context.shared is None and self.out.fp8 is None else x
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """The core on one rank, of what `project` gave: [B, S, H, value]."""

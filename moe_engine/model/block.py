@@ -143,7 +143,6 @@ class Block(nn.Module):
         self.moe: MoELayer | None = None
         if dense:
             self.mlp = DenseMLP(model.dim, model.dense_hidden, dtype, device)
-            self.mlp.wide = True
         else:
             self.moe = MoELayer(
                 moe_layer_config(model, moe),
@@ -155,9 +154,17 @@ class Block(nn.Module):
                 dtype=dtype,
                 device=device,
             )
-            self.moe.experts.wide = True
-            if self.moe.shared is not None:
-                self.moe.shared.wide = True
+        self.keep_wide(True)
+
+    def keep_wide(self, wide: bool) -> None:
+        """Whether what stands between two products keeps their format (`ops.linear.widened`)."""
+        self.attention.wide = wide
+        if self.mlp is not None:
+            self.mlp.wide = wide
+        if self.moe is not None:
+            self.moe.experts.wide = wide
+        if self.moe is not None and self.moe.shared is not None:
+            self.moe.shared.wide = wide
 
     def attn_phase(
         self, x: Tensor, context: SequenceContext, queue: WgradQueue | None = None, label: str = ""

@@ -124,7 +124,14 @@ class Stage(nn.Module):
         return next(self.parameters()).device
 
     def use_fp8(self, fp8: Fp8, first: int = 0, last: int = 0) -> None:
-        """Compute layers and MTP in fp8, but for the model's `first` and `last` decoder layers."""
+        """Compute layers and MTP in fp8, but for the model's `first` and `last` decoder layers.
+
+        Those round between products too, wherever ranks share sequences or not: their last bits would flip codes
+        behind them, and no layout would have the losses of another.
+        """
+        for part in self.modules():
+            if isinstance(part, Block):
+                part.keep_wide(False)
         for index, layer in self.layers.items():
             if first <= int(index) < self.model.num_layers - last:
                 use_fp8(layer, fp8)
