@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_engine.bench import compare, machine, record
 from moe_engine.bench.ranks import run_ranks
+from moe_engine.bench.truth import BOUNDS, beside_fp64
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.model.core_attention import fused_attention
@@ -29,7 +30,6 @@ from moe_engine.ops.visible import whole_rows
 OURS = "moe_engine"
 TORCH = "torch_sdpa"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BOUNDS = {"fp32": 1e-10, "bf16": 1e-4}  # calc_diff of a right result against fp64: its rounding
 FIGURES = {"gflops": ".0f"}
 TRUTH_QUERIES = 512  # queries at a time in the fp64 formula
 
@@ -205,15 +205,13 @@ def _verdict(
     out = call(*leaves)
     d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_out)
     group = inputs[0].shape[2] // inputs[1].shape[2]
-    found = out.detach()[0, :, :group], d_q[0, :, :group], d_k[0, :, 0], d_v[0, :, 0]
-    differences = [_calc_diff(a.double(), b) for a, b in zip(found, truth, strict=True)]
-    passed = all(difference < bound for difference in differences)  # NaN fails
-    shown = ", ".join(f"{what} {x:.0e}" for what, x in zip(("out", "d_q", "d_k", "d_v"), differences, strict=True))
-    return record.Verdict(passed, f"{name}: calc_diff against fp64 {shown}; bound {bound:.0e}", {"diffs": differences})
-
-
-def _calc_diff(a: Tensor, b: Tensor) -> float:
-    return 1 - 2 * (a * b).sum().item() / (a.square().sum() + b.square().sum()).item()
+    found = {
+        "out": out.detach()[0, :, :group],
+        "d_q": d_q[0, :, :group],
+        "d_k": d_k[0, :, 0],
+        "d_v": d_v[0, :, 0],
+    }
+    return beside_fp64(name, found, truth, bound)
 
 
 def _shown(results: list[record.Result]) -> list[str]:

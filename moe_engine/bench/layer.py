@@ -21,11 +21,11 @@ from moe_engine.bench import layer_peers as peers
 from moe_engine.bench import machine, record
 from moe_engine.bench.live_memory import LivePeak
 from moe_engine.bench.ranks import run_ranks
+from moe_engine.bench.truth import BOUNDS, beside_fp64
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BOUNDS = {"fp32": 1e-10, "bf16": 1e-4}  # calc_diff of a right result against fp64: its rounding
 FIGURES = {"tokens_per_s": ".0f", "saved_mb": ".2f", "peak_mb": ".1f"}
 FEWEST_ROUNDS = 2  # of a slow candidate
 MULTIPLE = 32  # scaled sizes are multiples of this
@@ -245,16 +245,8 @@ def verdict(
     name: str, call: peers.Candidate, inputs: peers.Inputs, d_out: Tensor, truth: list[Tensor], bound: float
 ) -> record.Verdict:
     """Whether output and gradients are the truth's but for rounding."""
-    found = outcome(call, inputs, d_out)
-    differences = [_calc_diff(a.double(), b) for a, b in zip(found, truth, strict=True)]
-    passed = all(difference < bound for difference in differences)  # NaN fails
-    parts = zip(("out", "d_x", "d_weights", "d_gate_up", "d_down"), differences, strict=True)
-    shown = ", ".join(f"{what} {x:.0e}" for what, x in parts)
-    return record.Verdict(passed, f"{name}: calc_diff against fp64 {shown}; bound {bound:.0e}", {"diffs": differences})
-
-
-def _calc_diff(a: Tensor, b: Tensor) -> float:
-    return 1 - 2 * (a * b).sum().item() / (a.square().sum() + b.square().sum()).item()
+    names = ("out", "d_x", "d_weights", "d_gate_up", "d_down")
+    return beside_fp64(name, dict(zip(names, outcome(call, inputs, d_out), strict=True)), truth, bound)
 
 
 def count_memory(call: peers.Candidate, inputs: peers.Inputs, d_out: Tensor) -> dict[str, float]:

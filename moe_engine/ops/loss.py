@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
-from moe_kernels import gemm, matmul_dtype, wgrad
+from moe_engine.ops.linear import widened
+from moe_kernels import gemm, wgrad
 
 IGNORE = -100  # a label that is no target
 # Logits of one chunk: what the passes over it read again is still in a CPU's cache, and on a GPU in its L2 …
@@ -29,7 +30,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         log_sums = torch.empty(x.shape[0], dtype=wide, device=x.device)
         losses = torch.empty_like(log_sums)
-        read = weight.to(matmul_dtype(x.dtype, x.device))
+        read = widened(weight)
         for rows in _chunks(x.shape[0], weight.shape[0]):
             logits = gemm(x[rows], read.T).to(wide)
             log_sums[rows] = logits.logsumexp(dim=1)
@@ -46,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
         d_x, d_weight = torch.empty_like(x), None
         if ctx.needs_input_grad[1]:
             d_weight = torch.zeros(weight.shape, dtype=log_sums.dtype, device=x.device)
-        read = weight.to(matmul_dtype(x.dtype, x.device))
+        read = widened(weight)
         for rows in _chunks(x.shape[0], weight.shape[0]):
             d_logits = gemm(x[rows], read.T).to(log_sums.dtype)
             d_logits.sub_(log_sums[rows, None]).exp_()
