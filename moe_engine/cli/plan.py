@@ -13,6 +13,9 @@ from moe_engine.cli import out_file
 from moe_engine.cli.help import available
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import conf_folder, load
+from moe_engine.config.model_rules import check_model
+from moe_engine.config.routing_rules import check_routing
+from moe_engine.config.rules import Rules
 from moe_engine.config.schema import (
     ContextParallelConfig,
     ModelConfig,
@@ -23,6 +26,7 @@ from moe_engine.config.schema import (
     TrainConfig,
 )
 from moe_engine.config.strict import shown
+from moe_engine.config.validate import check_precision
 from moe_engine.planner import report, search
 from moe_engine.planner.answer import answer
 from moe_engine.planner.architecture import Architecture
@@ -34,7 +38,7 @@ from moe_engine.planner.measured import read_table
 from moe_engine.planner.memory import zero_table
 from moe_engine.planner.own_machine import efficiency_of_machine
 from moe_engine.planner.records import is_records, read_records, sends_itself
-from moe_engine.planner.request import PlanSection, Request, efficiency_of, precision_of, request
+from moe_engine.planner.request import PlanSection, Request, efficiency_of, precision_of, request, wrong_values
 from moe_engine.planner.strategy import Strategy
 
 SUMMARY = "plan a run: memory of every rank, time of a step, days and GPU-hours"
@@ -295,10 +299,21 @@ def _check_options(config: PlanConfig) -> None:
         example = (out if config.out else Path("efficiencies")).with_suffix(suffixes[0] or ".json")
         problems.append(f"out={config.out}: {what}; use out={example}")
     problem = out_file.problem(config.out, folder=not out.suffix) if config.out else None
-    if problem:
-        problems.append(problem)
+    problems += [problem] if problem else []
+    problems += _wrong_values(config)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _wrong_values(config: PlanConfig) -> list[str]:
+    """A line for each rule of `train` on the model and on formats that is broken, and for values of the plan's own."""
+    rules = Rules(config)
+    check_model(rules)
+    check_routing(rules, "model.", "moe.")
+    check_precision(rules)
+    # a search looks for the layout itself, and whatever is given for it is not judged
+    own = [] if config.search else wrong_values(config.parallel, config.pipeline, config.train, config.plan)
+    return [*rules.problems, *own]
 
 
 def _memory_70b(ranks: int) -> report.Table:

@@ -57,8 +57,8 @@ def job(config: PlanConfig) -> Config:
         raise ConfigError("\n".join(problems))
     validate(asked)
     asked = resolve(asked)
-    parallel, pipeline = asked.parallel, asked.pipeline
-    schedules.schedule(pipeline.schedule, parallel.pp, pipeline.micro_batches or 1, pipeline.virtual_stages)
+    parallel, train = asked.parallel, asked.train
+    schedules.check_batch(asked.pipeline, parallel.pp, parallel.dp or 1, train.global_batch, train.micro_batch)
     world = parallel.pp * (parallel.dp or 1) * parallel.cp * parallel.tp
     if not 0 <= config.rank < world:
         raise ConfigError(f"rank={config.rank}: ranks are 0 to {world - 1}; use rank=0")

@@ -126,7 +126,7 @@ def _check_options(config: ScheduleConfig) -> None:
         # For the comparison any schedule stands for the options that all share.
         name = "gpipe" if config.pipeline.schedule == ALL else config.pipeline.schedule
         stages = 1 if config.pipeline.schedule == ALL else config.pipeline.virtual_stages
-        schedules.schedule(name, config.parallel.pp, _micro_batches(config), stages)
+        schedules.check_size(name, config.parallel.pp, _micro_batches(config), stages)
     except ConfigError as error:
         problems += str(error).splitlines()
     if config.pipeline.schedule == ALL and config.pipeline.virtual_stages < 1:

@@ -174,10 +174,8 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
         schedules.stage_of_rank(name, 1)
         return
     pp, model, virtual_stages = config.parallel.pp, config.model, config.pipeline.virtual_stages
-    try:
-        schedules.schedule(name, pp, config.pipeline.micro_batches or 1, virtual_stages)
-    except ConfigError as error:
-        raise ConfigError(_in_sequences(str(error), config)) from None
+    train = config.train
+    schedules.check_batch(config.pipeline, pp, config.parallel.dp or 1, train.global_batch, train.micro_batch)
     stages, blocks = schedules.num_stages(name, pp, virtual_stages), model.num_layers + (model.mtp_depth > 0)
     if config.pipeline.stages:
         stages_of(model, config.pipeline, stages)
@@ -186,27 +184,3 @@ def _check_schedule(config: Config, sizes_are_valid: bool) -> None:
             f"parallel.pp={pp}: with pipeline.schedule={name} the model is cut into {stages} stages, and it has blocks "
             f"for {blocks}; use model.num_layers={stages} or more, or a smaller parallel.pp"
         )
-
-
-def _in_sequences(message: str, config: Config) -> str:
-    """A schedule's refusal of a number of micro-batches, in the option that the number follows from here."""
-    pipeline, train = config.pipeline, config.train
-    unit, given = (config.parallel.dp or 1) * train.micro_batch, pipeline.micro_batches or 1
-    name, _, rule = message.partition(": ")
-    if name != f"pipeline.micro_batches={given}":
-        return message
-    enough = next(count for count in range(given, given + 4 * config.parallel.pp) if _runs(config, count))
-    return (
-        f"train.global_batch={train.global_batch}: gives {given} micro-batches; {rule.rpartition(';')[0]}; "
-        f"use train.global_batch={enough * unit}"
-    )
-
-
-def _runs(config: Config, micro_batches: int) -> bool:
-    """Whether the schedule runs with this many."""
-    pipeline = config.pipeline
-    try:
-        schedules.schedule(pipeline.schedule, config.parallel.pp, micro_batches, pipeline.virtual_stages)
-    except ConfigError:
-        return False
-    return True

@@ -8,11 +8,13 @@ BYTE_VOCABULARY = 257  # 256 bytes and the end of a document
 ATTENTION = ("mla", "gqa")
 ROPE_STYLES = ("interleaved", "halves")
 ROPE_SCALINGS = ("none", "yarn")
+MOST_LAYERS = 10_000
 
 
 def check_model(rules: Rules) -> None:
     """Sizes and choices of the architecture; those of the experts are checked with the routing."""
     rules.at_least(1, *(f"model.{size}" for size in ("dim", "num_layers", "dense_hidden", "num_heads")))
+    rules.at_most(MOST_LAYERS, "model.num_layers", "model.mtp_depth")
     rules.at_least(0, *(f"model.{size}" for size in ("num_dense_layers", "mtp_depth", "init_std", "max_positions")))
     rules.positive(10000.0, "model.rope_theta")
     rules.positive(1e-6, "model.norm_eps")

@@ -14,7 +14,7 @@ class Rules:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self._problems: list[str] = []
+        self.problems: list[str] = []
         self._refused: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -30,12 +30,17 @@ class Rules:
 
     def refuse(self, name: str, rule: str) -> None:
         self._refused.add(name)
-        self._problems.append(f"{strict.shown(name, self[name])}: {rule}")
+        self.problems.append(f"{strict.shown(name, self[name])}: {rule}")
 
     def at_least(self, smallest: int, *names: str) -> None:
         for name in names:
             if not self[name] >= smallest:
                 self.refuse(name, f"must be {smallest} or more, for example {name}={smallest}")
+
+    def at_most(self, largest: int, *names: str) -> None:
+        for name in names:
+            if self[name] > largest:
+                self.refuse(name, f"must be {largest} or less, for example {name}={largest}")
 
     def positive(self, example: float, *names: str) -> None:
         for name in names:
@@ -55,8 +60,8 @@ class Rules:
             self.refuse(name, f"no such choice; {hint} {', '.join(values)}")
 
     def finish(self) -> None:
-        if self._problems:
-            raise ConfigError("\n".join(self._problems))
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
 
 
 def divisors(number: int) -> list[int]:

@@ -187,6 +187,8 @@ def _fitting(option: Option, value: Any) -> Any:
 
 def _int(value: Any) -> tuple[Any, str | None]:
     good = isinstance(value, int) and not isinstance(value, bool)
+    if good and not -(2**63) <= value < 2**63:
+        return value, "a whole number of 64 bits is expected"
     return value, None if good else "a whole number is expected"
 
 

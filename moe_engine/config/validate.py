@@ -51,7 +51,7 @@ def validate(config: Config, world: int | None = None) -> None:
     check_model(rules)
     check_length(rules)
     check_routing(rules, "model.", "moe.")
-    _check_precision(rules)
+    check_precision(rules)
     _check_recompute(rules)
     _check_optim_and_data(rules)
     _check_train(rules)
@@ -101,7 +101,8 @@ def _data_parallel(config: Config, world: int | None) -> int:
     return parallel.ep // math.gcd(parallel.ep, parallel.cp)
 
 
-def _check_precision(rules: _Rules) -> None:
+def check_precision(rules: _Rules) -> None:
+    """The formats of section `precision`, and the options of its recipe."""
     names = ("name", "compute", "gradient", "master", "wgrad")
     for name in names:
         rules.one_of(f"precision.{name}", _CHOICES[f"precision.{name}"])

@@ -53,6 +53,11 @@ class ClusterConfig:
         for name in ("link_latency_us", "network_latency_us", "runtime_gb"):
             if getattr(self, name) < 0:
                 problems.append(f"cluster.{name}={getattr(self, name)}: must be 0 or more; use cluster.{name}=0")
+        if self.runtime_gb >= self.memory_gb > 0:
+            problems.append(
+                f"cluster.runtime_gb={self.runtime_gb}: leaves nothing of cluster.memory_gb={self.memory_gb}; "
+                "use less, for example cluster.runtime_gb=0"
+            )
         if self.oversubscription < 1:
             problems.append(f"cluster.oversubscription={self.oversubscription}: must be 1 or more; use 1 for none")
         if self.topology not in TOPOLOGIES:

@@ -37,7 +37,7 @@ class PlanSection:
     etp: int = 1
     shard: int = 0
     sequence_parallel: bool = True
-    stage_layers: list[str] = field(default_factory=list)
+    stage_layers: list[int] = field(default_factory=list)
     dispatch: str = "node"
     load: float = 1.0
     keeping: str = "engine"
@@ -84,14 +84,15 @@ def request(
     if search:
         parallel = ParallelConfig(zero=parallel.zero)
         pipeline, train = PipelineConfig(), replace(train, micro_batch=1)
-    problems = _problems(parallel, pipeline, train, plan)
+    problems = wrong_values(parallel, pipeline, train, plan)
     if not problems and not search:
         problems = _misfits(model, parallel, train, cluster, plan)
     if problems:
         raise ConfigError("\n".join(problems))
     layout = Layout(1, 1, 1, 1, 1) if search else layout_of(parallel, cluster)
     micro_batches = train.global_batch // (layout.dp * train.micro_batch)
-    schedules.schedule(pipeline.schedule, layout.pp, micro_batches, pipeline.virtual_stages)
+    if not search:
+        schedules.check_batch(pipeline, layout.pp, layout.dp, train.global_batch, train.micro_batch)
     problems = _pipeline_misfits(model, layout, pipeline, micro_batches, plan)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -107,7 +108,7 @@ def request(
         shard=plan.shard,
         recompute=frozenset(plan.recompute),
         precision=precision_of(precision, plan),
-        stage_layers=tuple(int(size) for size in plan.stage_layers),
+        stage_layers=tuple(plan.stage_layers),
         sequence_parallel=plan.sequence_parallel,
         dispatch=plan.dispatch,
         overlap=Overlap(
@@ -145,7 +146,10 @@ def efficiency_of(plan: PlanSection, known: Efficiency) -> Efficiency:
     return Efficiency(**{name: getattr(plan, name) or value for name, value in vars(known).items()})
 
 
-def _problems(parallel: ParallelConfig, pipeline: PipelineConfig, train: TrainConfig, plan: PlanSection) -> list[str]:
+def wrong_values(
+    parallel: ParallelConfig, pipeline: PipelineConfig, train: TrainConfig, plan: PlanSection
+) -> list[str]:
+    """A line for each value that cannot be, whatever the others are."""
     problems = []
     if pipeline.stages:
         problems.append(
@@ -187,10 +191,11 @@ def _problems(parallel: ParallelConfig, pipeline: PipelineConfig, train: TrainCo
     ):
         if not 0 <= (getattr(plan, name) or 0.0) <= 1:
             problems.append(f"plan.{name}={getattr(plan, name)}: a share, from 0 to 1; use plan.{name}=0.5")
-    if any(not size.isdigit() for size in plan.stage_layers):
-        problems.append(
-            f"plan.stage_layers={plan.stage_layers}: whole numbers, for example plan.stage_layers=['4','3']"
-        )
+    for name in ("moment_bytes", "block_us", "shard"):
+        if getattr(plan, name) < 0:
+            problems.append(f"plan.{name}={getattr(plan, name)}: must be 0 or more; use plan.{name}=0")
+    if any(size < 0 for size in plan.stage_layers):
+        problems.append(f"plan.stage_layers={plan.stage_layers}: layers of each stage, 0 or more; use [3,2] for five")
     return problems
 
 

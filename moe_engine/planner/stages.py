@@ -98,7 +98,7 @@ def cut(model: Architecture, strategy: Strategy) -> Cut:
     sizes = list(strategy.stage_layers) or _even(model, num_stages)
     if len(sizes) != num_stages or sum(sizes) != model.num_layers:
         raise ConfigError(
-            f"stage_layers={list(sizes)}: needs {num_stages} numbers that add up to the {model.num_layers} layers; "
+            f"plan.stage_layers={list(sizes)}: needs {num_stages} numbers adding up to the {model.num_layers} layers; "
             f"leave it out, or use {_even(model, num_stages)}"
         )
     stages = stages_of_sizes(sizes, model.mtp_depth, model.tied_head)

@@ -20,8 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import PipelineConfig
 from moe_engine.schedule import dualpipe
 from moe_engine.schedule.action import Action, Kind, overlapped
+
+MOST_RANKS = 10_000  # of a pipeline
+MOST_PASSES = 2_000_000  # micro-batches times ranks of a pipeline
 
 
 def names() -> list[str]:
@@ -35,11 +39,55 @@ def schedule(name: str, pp: int, micro_batches: int, virtual_stages: int = 1) ->
     `virtual_stages` is the number of stages per rank; only interleaved_1f1b leaves it free. Raises ConfigError, with
     sizes that work, for an unknown name and for a size the schedule cannot run at.
     """
-    definition = _definition(name, pp, virtual_stages)
-    problems = _at_least_one("pipeline.micro_batches", micro_batches) or definition.problems(pp, micro_batches)
+    check_size(name, pp, micro_batches, virtual_stages)
+    actions = _definition(name, pp, virtual_stages).actions
+    return [actions(rank, pp, micro_batches) for rank in range(pp)]
+
+
+def check_size(name: str, pp: int, micro_batches: int, virtual_stages: int = 1) -> None:
+    """Raises ConfigError as `schedule` does, without making the lists."""
+    problems = _at_least_one("pipeline.micro_batches", micro_batches)
+    problems = problems or _definition(name, pp, virtual_stages).problems(pp, micro_batches)
+    if micro_batches > MOST_PASSES // max(1, pp):
+        problems.append(
+            f"pipeline.micro_batches={micro_batches}: the lists of parallel.pp={pp} ranks would take gigabytes; "
+            f"use {MOST_PASSES // max(1, pp)} or fewer"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
-    return [definition.actions(rank, pp, micro_batches) for rank in range(pp)]
+
+
+def check_batch(pipeline: PipelineConfig, pp: int, dp: int, global_batch: int, micro_batch: int) -> None:
+    """Raises ConfigError as `check_size` does, in the batch that the number of micro-batches follows from."""
+    name, chunks, given = pipeline.schedule, pipeline.virtual_stages, global_batch // (dp * micro_batch)
+    try:
+        check_size(name, pp, given, chunks)
+    except ConfigError as error:
+        lines = [
+            _in_sequences(line, given, dp * micro_batch, global_batch, pp, partial(_fits, name, pp, chunks))
+            for line in str(error).splitlines()
+        ]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _in_sequences(line: str, given: int, unit: int, global_batch: int, pp: int, fits: Callable[[int], bool]) -> str:
+    """The refusal of a number of micro-batches as that of the batch they are cut from, `unit` sequences each."""
+    option, _, rule = line.partition(": ")
+    if option != f"pipeline.micro_batches={given}":
+        return line
+    start = min(given, MOST_PASSES // pp)
+    enough = next((count for step in range(4 * pp + 1) for count in (start + step, start - step) if fits(count)), None)
+    use = f"; use train.global_batch={enough * unit}" if enough else ""
+    return f"train.global_batch={global_batch}: gives {given} micro-batches; {rule.rpartition(';')[0]}{use}"
+
+
+def _fits(name: str, pp: int, virtual_stages: int, micro_batches: int) -> bool:
+    """Whether the schedule runs at this size."""
+    try:
+        check_size(name, pp, micro_batches, virtual_stages)
+    except ConfigError:
+        return False
+    return True
 
 
 def stage_of_rank(name: str, pp: int, virtual_stages: int = 1) -> list[list[int]]:
@@ -93,6 +141,11 @@ def _definitions(virtual_stages: int) -> dict[str, _Definition]:
 def _definition(name: str, pp: int, virtual_stages: int) -> _Definition:
     """The schedule of that name. Raises ConfigError if there is none, or pp or virtual_stages is wrong for it."""
     problems = _at_least_one("parallel.pp", pp) + _at_least_one("pipeline.virtual_stages", virtual_stages)
+    problems += [
+        f"{option}={value}: no pipeline is as long; use {MOST_RANKS} or less"
+        for option, value in (("parallel.pp", pp), ("pipeline.virtual_stages", virtual_stages))
+        if value > MOST_RANKS
+    ]
     if name not in names():
         problems.append(f"pipeline.schedule={name}: no such schedule; use one of {', '.join(names())}")
     elif name != "interleaved_1f1b" and virtual_stages > 1:

@@ -65,11 +65,11 @@ def test_a_dense_model_over_four_axes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["parallel.zero=5", "plan.recompute=[attention]", "plan.compute=int8"]
+    words = ["parallel.zero=5", "plan.recompute=[attention]", "plan.compute=int8", "model.dim=0", "precision.wgrad=a"]
     assert run(*words) == 2
     error = capsys.readouterr().err
-    for words_ in ("parallel.zero=5:", "plan.recompute=[attention]:", "plan.compute=int8:"):
-        assert words_ in error
+    for word in words:
+        assert f"{word}:" in error
     assert "Traceback" not in error
 
 
@@ -83,6 +83,21 @@ def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         (["pipeline.micro_batches=7", *SMALL], "leave it out, or use pipeline.micro_batches=4"),
         (["parallel.cp=16", *SMALL, "train.seq_len=100"], "parallel.cp=16: must divide train.seq_len=100; use"),
         (["parallel.pp=16", *SMALL], "parallel.pp=16: cuts the model into 16 stages, and it has 4 parts"),
+        (["model.dim=0"], "model.dim=0: must be 1 or more, for example model.dim=1"),
+        (["model.top_k=17"], "model.top_k=17: a token cannot use more experts than there are; use model.top_k=8"),
+        (["model.attention=none"], "model.attention=none: no such choice; there are mla, gqa"),
+        (["precision.compute=int8"], "precision.compute=int8: no such choice; there are bfloat16"),
+        (["plan.block_us=-5"], "plan.block_us=-5.0: must be 0 or more; use plan.block_us=0"),
+        (["plan.moment_bytes=-1"], "plan.moment_bytes=-1.0: must be 0 or more"),
+        (["plan.shard=-1"], "plan.shard=-1: must be 0 or more"),
+        (["plan.stage_layers=[-1,3]"], "plan.stage_layers=[-1, 3]: layers of each stage, 0 or more"),
+        (["plan.stage_layers=[3]"], "plan.stage_layers=[3]: needs 1 numbers adding up to the 2 layers"),
+        (["cluster.runtime_gb=80"], "cluster.runtime_gb=80.0: leaves nothing of cluster.memory_gb=80.0"),
+        (["model.num_layers=1000000000"], "model.num_layers=1000000000: must be 10000 or less"),
+        (["parallel.pp=1000003", "cluster.gpus=1000003", "train.global_batch=8"], "use 10000 or less"),
+        (["train.global_batch=1000000000000"], "would take gigabytes; use train.global_batch=64000000"),
+        (["train.global_batch=100000000000000000000"], "a whole number of 64 bits is expected"),
+        (["pipeline=dualpipe", "parallel.pp=2", "train.global_batch=24"], "use train.global_batch=32"),
         (["train.steps=0"], "train.steps=0: must be 1 or more; use train.steps=1"),
         (["topic=memory"], "topic=memory: no such topic; use topic=memory_70b"),
         (["out=plan.txt"], "out=plan.txt: written are .json, .md, .svg; use out=plan.json"),

@@ -186,7 +186,7 @@ def test_wrong_strategies_are_refused() -> None:
         Strategy(recompute=frozenset({"attention"}))
     with pytest.raises(ConfigError, match="zero=4"):
         Strategy(zero=4)
-    with pytest.raises(ConfigError, match=r"stage_layers=\[1, 2\]: needs 2 numbers that add up to the 61 layers"):
+    with pytest.raises(ConfigError, match=r"stage_layers=\[1, 2\]: needs 2 numbers adding up to the 61 layers"):
         cut(architecture(deepseek_v3()), Strategy(Layout(pp=2), stage_layers=(1, 2)))
     with pytest.raises(ConfigError, match="keeping=everything"):
         rank_memory(cut(GPT_22B, Strategy()), "everything")
