@@ -32,7 +32,8 @@ class Blocks:
 
     def local_id(self, expert_ids: Tensor) -> Tensor:
         rank = self.rank_of(expert_ids)
-        return expert_ids - (rank * self.num_experts + self.ranks - 1) // self.ranks
+        first = (rank * self.num_experts + self.ranks - 1) // self.ranks
+        return torch.where(expert_ids >= 0, expert_ids - first, -1)
 
     def global_ids(self, local_ids: Tensor, rank: int) -> Tensor:
         """-1 stays -1."""

@@ -58,12 +58,14 @@ class ExpertPlacement:
         return [expert for expert, rank in enumerate(self.rank_list()) if rank == ep_rank]
 
     def rank_of(self, expert_ids: Tensor) -> Tensor:
-        """ep rank of each expert id, same shape."""
+        """ep rank of each expert id, same shape; of -1, no expert, -1."""
         return expert_ids // self.num_local if self.contiguous else self._table(expert_ids.device)[0][expert_ids]
 
     def local_id(self, expert_ids: Tensor) -> Tensor:
-        """Index of each expert within its rank, same shape."""
-        return expert_ids % self.num_local if self.contiguous else self._table(expert_ids.device)[1][expert_ids]
+        """Index of each expert within its rank, same shape; of -1, no expert, -1."""
+        if not self.contiguous:
+            return self._table(expert_ids.device)[1][expert_ids]
+        return (expert_ids % self.num_local).masked_fill(expert_ids < 0, -1)
 
     def loads(self, num_tokens_per_expert: Sequence[int]) -> list[int]:
         """Rows that each rank's experts get, from those of each expert."""

@@ -60,12 +60,8 @@ def plan_all_to_all(
     expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: str, rounds: Rounds | None
 ) -> AllToAllHandle:
     """Lay out the rows of `expert_ids` [T, K] and start the exchange of counts."""
-    masked = expert_ids < 0
-    ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
-    slots = 1 if links.exact else min(expert_ids.shape[1], placement.num_local)
-    sent = plan_rows(ranks, links.size, slots, links.exact)
+    sent = plan_rows(placement.rank_of(expert_ids), links.size, placement.num_local, links.exact)
     counts = torch.stack((sent.counts, torch.full_like(sent.counts, rounds.count if rounds else 1)), dim=1)
     once = [1] * links.size
     received = links.counts.all_to_all(counts, once, once, f"{label} counts")
-    local_ids = placement.local_id(expert_ids).masked_fill(masked, -1)
-    return AllToAllHandle(links, label, sent, received, rounds, local_ids)
+    return AllToAllHandle(links, label, sent, received, rounds, placement.local_id(expert_ids))

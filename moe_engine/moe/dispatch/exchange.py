@@ -70,9 +70,10 @@ def plan(expert_ids: Tensor, placement: ExpertPlacement, links: Links, label: st
     share = links.max_recv_rows // links.size
     if not share or links.size == 1:
         return backend(expert_ids, placement, links, label, None)
-    units = placement.rank_of(expert_ids) // (1 if links.nodes is None else links.nodes[1].size)
-    units = units.masked_fill(expert_ids < 0, -1)
-    num_units = links.size if links.nodes is None else links.nodes[0].size
+    units, num_units = placement.rank_of(expert_ids), links.size
+    if links.nodes is not None:
+        between, within = links.nodes
+        units, num_units = torch.div(units, within.size, rounding_mode="floor"), between.size
     of_choice, sums, count = share_out(units, num_units, links.exact, share)
 
     def choices(number: int) -> Tensor:
@@ -89,8 +90,7 @@ def pack_rows(
 ) -> Rows:
     """The rows to send: x [T, D], expert_ids and expert_weights [T, K]."""
     if handle is None:
-        local_ids = placement.local_id(expert_ids).masked_fill(expert_ids < 0, -1)
-        return Rows(x, local_ids.to(torch.int32), expert_weights)
+        return Rows(x, placement.local_id(expert_ids).to(torch.int32), expert_weights)
     return pack_for(handle, x, expert_weights)
 
 

@@ -48,15 +48,14 @@ class Rounds:
 @torch.no_grad()
 def share_out(units: Tensor, num_units: int, row_per_choice: bool, share: int) -> tuple[Tensor, RowMap, int]:
     """(round of each choice [T, K], `Rounds.sums`, how many) for at most `share` rows to each unit in a round."""
-    slots = 1 if row_per_choice else units.shape[1]
-    plan = plan_rows(units, num_units, slots, row_per_choice)
+    plan = plan_rows(units, num_units, units.shape[1], row_per_choice)
     first = torch.repeat_interleave(plan.counts.cumsum(0) - plan.counts, plan.counts)
     round_of_row = (torch.arange(len(first), device=units.device) - first) // share
-    return _of_choice(plan, round_of_row, slots), _by_round(plan, round_of_row), max(1, -(-max(plan.splits) // share))
+    return _of_choice(plan, round_of_row), _by_round(plan, round_of_row), max(1, -(-max(plan.splits) // share))
 
 
-def _of_choice(plan: RowPlan, round_of_row: Tensor, slots: int) -> Tensor:
-    slot = plan.slot_of_choice
+def _of_choice(plan: RowPlan, round_of_row: Tensor) -> Tensor:
+    slot, slots = plan.slot_of_choice, plan.choice_of_slot.shape[1]
     if not len(round_of_row):
         return torch.full_like(slot, -1)
     return round_of_row[slot.clamp(min=0) // slots].masked_fill(slot < 0, -1)

@@ -86,8 +86,7 @@ class HierarchicalHandle(DispatchHandle):
         def onward(message: Tensor) -> Pending:
             node_ids, arrived = split_slots(message, dtype)
             ranks = torch.div(node_ids, self.num_local, rounding_mode="floor")  # -1 stays -1
-            slots = 1 if self.links.exact else min(node_ids.shape[1], self.num_local)
-            plan = plan_rows(ranks.long(), self.within.size, slots, self.links.exact)
+            plan = plan_rows(ranks.long(), self.within.size, self.num_local, self.links.exact)
             self._onward[:] = [plan]
             local_ids = (node_ids % self.num_local).masked_fill_(node_ids < 0, -1)
             return self._fan_out(join_slots(plan.pack_ids(local_ids), plan.pack_weights(arrived)), "dispatch slots")
@@ -140,18 +139,16 @@ def plan_hierarchical(
     """Lay out the rows of `expert_ids` [T, K] for nodes and start the exchange of counts."""
     assert links.nodes is not None
     between, within = links.nodes
-    masked = expert_ids < 0
-    ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
-    nodes = torch.div(ranks, within.size, rounding_mode="floor")
-    slots = 1 if links.exact else min(expert_ids.shape[1], within.size * placement.num_local)
-    sent = plan_rows(nodes, between.size, slots, links.exact)
+    ranks = placement.rank_of(expert_ids)
+    nodes = torch.div(ranks, within.size, rounding_mode="floor")  # -1 stays -1
+    sent = plan_rows(nodes, between.size, within.size * placement.num_local, links.exact)
     counts = torch.zeros(between.size, within.size, 3, dtype=torch.int64, device=expert_ids.device)
     counts[..., 0] = _rows_per_rank(ranks, links).view(between.size, within.size)
     counts[:, within.rank, 1] = sent.counts
     counts[..., 2] = rounds.count if rounds else 1
     once = [1] * links.size
     received = links.counts.all_to_all(counts.flatten(0, 1), once, once, f"{label} counts")
-    node_ids = (ranks % within.size * placement.num_local + placement.local_id(expert_ids)).masked_fill(masked, -1)
+    node_ids = (ranks % within.size * placement.num_local + placement.local_id(expert_ids)).masked_fill(ranks < 0, -1)
     return HierarchicalHandle(links, label, sent, received, rounds, between, within, node_ids, placement.num_local)
 
 

@@ -128,15 +128,12 @@ def plan_nvshmem(expert_ids: Tensor, placement: ExpertPlacement, links: Links, l
     """Lay out the rows of `expert_ids` [T, K] and start the exchange of counts."""
     windows = links.windows
     assert windows is not None
-    masked = expert_ids < 0
-    ranks = placement.rank_of(expert_ids).masked_fill(masked, -1)
-    slots = 1 if links.exact else min(expert_ids.shape[1], placement.num_local)
-    sent = plan_rows(ranks, links.size, slots, links.exact, fixed=True)
-    chosen = ranks.where(~masked, links.size).flatten()
+    ranks = placement.rank_of(expert_ids)
+    sent = plan_rows(ranks, links.size, placement.num_local, links.exact, fixed=True)
+    chosen = ranks.where(ranks >= 0, links.size).flatten()
     choices = torch.zeros(links.size + 1, dtype=torch.int64, device=chosen.device)
     choices.scatter_add_(0, chosen, torch.ones_like(chosen))
     counts = torch.stack((sent.counts, choices[: links.size]), dim=1).int()  # [ranks, 2]
     window = windows.counts
     received = window.exchange(counts.flatten().repeat(links.size, 1), window.one_each, links.size, f"{label} counts")
-    local_ids = placement.local_id(expert_ids).masked_fill(masked, -1)
-    return NvshmemHandle(links, label, sent, received, None, local_ids, windows)
+    return NvshmemHandle(links, label, sent, received, None, placement.local_id(expert_ids), windows)

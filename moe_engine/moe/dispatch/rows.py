@@ -55,12 +55,16 @@ class RowPlan:
 
 
 @torch.no_grad()
-def plan_rows(units: Tensor, num_units: int, slots: int, row_per_choice: bool = False, fixed: bool = False) -> RowPlan:
-    """Lay out the rows of choices at `units` [T, K] (-1: none), with `slots` slots each (1 with a row per choice).
+def plan_rows(
+    units: Tensor, num_units: int, experts: int, row_per_choice: bool = False, fixed: bool = False
+) -> RowPlan:
+    """Lay out the rows of choices at `units` [T, K] (-1: none), with a slot for each of a token's choices at one unit.
 
+    experts: of a unit, so that no more choices of a token are there.
     fixed: a number of rows that does not depend on the choices, so that on a GPU the host waits for nothing.
     """
     T, K = units.shape
+    slots = 1 if row_per_choice else min(K, experts)
     device = units.device
     # Columns by unit, in the order of choices within one; masked ones last.
     columns = units.where(units >= 0, num_units).argsort(dim=1, stable=True)
