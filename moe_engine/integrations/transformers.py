@@ -25,7 +25,7 @@ from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.sharded import join_rows, split_rows
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.balance import update_expert_bias
-from moe_engine.moe.experts import ExpertWeights, through_experts
+from moe_engine.moe.experts import ExpertWeights, rows_of_choices, through_experts
 from moe_engine.moe.placement import ExpertPlacement
 from moe_engine.ops.count import count_on_backward
 from moe_engine.ops.expert_activation import Activation
@@ -50,14 +50,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"experts_implementation={NAME}: {type(module).__name__} has a norm behind its experts")
     weights = _weights(module)
-    number = weights.down.shape[0]
-    known = (top_k_index >= 0) & (top_k_index < number)
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    rows = wire.Rows(
-        hidden_states,
-        top_k_index.to(torch.int32).masked_fill(~known, -1),
-        top_k_weights.to(wide).masked_fill(~known, 0),
-    )
+    rows = rows_of_choices(hidden_states, top_k_index, top_k_weights, weights.down.shape[0])
     return through_experts(rows, weights, _activation(module)).to(hidden_states.dtype)
 
 

@@ -171,14 +171,20 @@ def experts_forward(
     _check_shapes(x, ids, weights, gate_up, down, kind)
     if backend != "auto":
         check_backend(backend, kind == Activation() and gate_up_bias is None and down_bias is None, None)
-    E, K = down.shape[0], ids.shape[-1]
-    local_ids = ids.reshape(-1, K).to(torch.int32)
-    known = (local_ids >= 0) & (local_ids < E)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weights = weights.reshape(-1, K).to(wide).masked_fill(~known, 0)
-    rows = Rows(x.reshape(-1, x.shape[-1]), local_ids.masked_fill(~known, -1), weights)
+    K = ids.shape[-1]
+    rows = rows_of_choices(x.reshape(-1, x.shape[-1]), ids.reshape(-1, K), weights.reshape(-1, K), down.shape[0])
     out = through_experts(rows, ExpertWeights(gate_up, down, gate_up_bias, down_bias), kind, backend=backend)
     return out.view(x.shape)
+
+
+def rows_of_choices(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int) -> Rows:
+    """Tokens x [T, D] as rows, with experts that somebody else's router chose: ids, weights [T, K].
+
+    Ids outside 0 … num_experts - 1 are no experts; weights become fp32 (fp64 for fp64 tokens).
+    """
+    known = (ids >= 0) & (ids < num_experts)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return Rows(x, ids.to(torch.int32).masked_fill(~known, -1), weights.to(wide).masked_fill(~known, 0))
 
 
 def _check_shapes(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kind: Activation) -> None:
