@@ -92,12 +92,6 @@ class StepMetrics:
     exposed_communication_s_per_rank: list[float] | None = None
 
 
-TRACE_FIELDS = ("pipeline_s", "bubble_per_rank", "exposed_communication_s_per_rank")
-TIME_FIELDS = (
-    "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu", "placement_s", *TRACE_FIELDS
-)  # fmt: skip
-
-
 def measure_matrix_rate(world: Communicator, dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of square matrix products by all ranks at the same time, summed over the ranks.
 

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_engine.metrics import TIME_FIELDS
+TIME_FIELDS = (
+    "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "model_tflops", "mfu", "placement_s",
+    "pipeline_s", "bubble_per_rank", "exposed_communication_s_per_rank",
+)  # fmt: skip
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

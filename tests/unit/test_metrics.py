@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from run_folder import TIME_FIELDS
 from torch import Tensor
 
 from moe_engine import metrics
@@ -58,7 +59,7 @@ def test_a_step_is_one_json_object_with_every_figure(folder: RunFolder) -> None:
     # What only a traced step has is not there without a trace.
     told = [{name: value for name, value in asdict(line(step)).items() if value is not None} for step in range(3)]
     assert [json.loads(text) for text in texts] == told == folder.history()
-    assert set(metrics.TIME_FIELDS) < {each.name for each in fields(StepMetrics)}
+    assert set(TIME_FIELDS) < {each.name for each in fields(StepMetrics)}
     assert (folder.path / "config.yaml").read_text() == "a: 1\n"
 
 
