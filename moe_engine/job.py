@@ -52,7 +52,7 @@ class Job:
 
     def __init__(self, config: Config, rank: int, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.console = Console(quiet=rank != 0)
+        self.console = Console(quiet=rank != 0, markup=False, highlight=False)  # texts hold paths and lists
         self.corpus = self._prepare_text()
         log = CollectiveLog(waits=[]) if config.trace.enabled else None
         self.trainer = Trainer(config, rank, device, log)
@@ -115,8 +115,8 @@ class Job:
         elif self.config.train.init_from:
             source = Path(self.config.train.init_from)
             for line in self.trainer.load_weights(source):
-                self.console.print(line, markup=False, highlight=False)
-            self.console.print(f"starting from the weights in {source}", markup=False, highlight=False)
+                self.console.print(line)
+            self.console.print(f"starting from the weights in {source}")
 
     def _data_meta(self) -> dict[str, str]:
         return {"tokenizer": self.corpus.tokenizer.name, "content_digest": self.corpus.content_digest}
@@ -134,7 +134,6 @@ class Job:
                 self.console.print(
                     f"the data are not those of the checkpoint (digest {before[:12]} then, {now[:12]} now): "
                     f"training goes on with the new ones, in their order from step {self.trainer.steps_done}",
-                    highlight=False,
                 )
 
     def _dataset(self, name: str) -> PackedDataset:
@@ -178,7 +177,7 @@ class Job:
         metrics = self._metrics(step, result, time.perf_counter() - start)
         if recorded:
             path = self.trainer.save_choices(self.checkpoints.parent / "routing")
-            self.console.print(f"choices of step {step + 1}: {path}", markup=False, highlight=False)
+            self.console.print(f"choices of step {step + 1}: {path}")
         self.load_history.add(step, result.expert_loads.counts)
         return replace(metrics, **self._traced(step)) if self.config.trace.enabled else metrics
 
@@ -245,12 +244,11 @@ class Job:
                 f"step {metrics.step + 1}: {metrics.experts_moved} experts moved in {metrics.placement_s:.2f} s; "
                 f"the busiest rank's load over the mean, as predicted: {metrics.rank_load_before:.2f} before, "
                 f"{metrics.rank_load_after:.2f} after",
-                highlight=False,
             )
         bar.update(bar.task_ids[0], completed=metrics.step + 1, shown=shown(metrics))
         last = metrics.step + 1 == self.config.train.steps
         if metrics.skipped or (not self.console.is_terminal and (metrics.step % 10 == 0 or last)):
-            self.console.print(f"step {metrics.step + 1}/{self.config.train.steps}  {shown(metrics)}", highlight=False)
+            self.console.print(f"step {metrics.step + 1}/{self.config.train.steps}  {shown(metrics)}")
 
     def _evaluate(self) -> dict[str, Any]:
         """Validation loss beside that of bigram counts of the same training tokens, on the same targets."""
@@ -287,7 +285,6 @@ class Job:
             f"{self.trainer.num_parameters:,} parameters; {len(self.data.stream.tokens):,} training tokens; "
             f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s (MFU: model FLOPs over it, causal half of attention, "
             f"nothing recomputed); steps {self.trainer.steps_done} to {train.steps}",
-            highlight=False,
         )
 
     def _print_summary(self, summary: dict[str, Any], checkpoint: Path) -> None:
@@ -296,11 +293,10 @@ class Job:
             print_(
                 f"validation loss {summary['validation_loss']:.4f} nats per byte "
                 f"(bigram counts of the same text: {summary['bigram_loss']:.4f})",
-                highlight=False,
             )
         if "sample" in summary:
             print_("sample:")
-            print_(summary["sample"], markup=False, highlight=False)
+            print_(summary["sample"])
         peaks = summary["peak_memory_gib_per_rank"]
-        print_(f"peak memory of a rank {max(peaks):.2f} GiB (least {min(peaks):.2f})", highlight=False)
-        print_(f"run folder {self.checkpoints.parent}, checkpoint {checkpoint}", markup=False, highlight=False)
+        print_(f"peak memory of a rank {max(peaks):.2f} GiB (least {min(peaks):.2f})")
+        print_(f"run folder {self.checkpoints.parent}, checkpoint {checkpoint}")
