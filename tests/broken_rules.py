@@ -16,6 +16,12 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "model.num_dense_layers=9: the model has model.num_layers=4; use model.num_dense_layers=4 or less",
     ),
     (
+        {"model__dense_layers": [2, 4, -1]},
+        "model.dense_layers=[2, 4, -1]: layers are counted from 0, and the model has model.num_layers=4; "
+        "use model.dense_layers=[2]",
+    ),
+    ({"model__dense_layers": [3, 3]}, "model.dense_layers=[3, 3]: names a layer twice; use model.dense_layers=[3]"),
+    (
         {"model__qk_rope_head_dim": 15},
         "model.qk_rope_head_dim=15: RoPE turns pairs, so it must be even; use model.qk_rope_head_dim=16",
     ),

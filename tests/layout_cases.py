@@ -112,6 +112,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_every": 2, "expert_biases": True, "swiglu_limit": 0.5, "num_dense_layers": 0,
         "num_shared_experts": 0, "score_function": "softmax", "num_groups": 1, "top_groups": 1, "route_scale": 1.0,
     },
+    "experts_between": {"num_dense_layers": 1, "dense_layers": [2]},
+    "dense_between": {  # stages begin and end with dense layers, or have no others
+        "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "rope_style": "halves",
+        "num_dense_layers": 0, "dense_layers": [1, 3, 4], "num_shared_experts": 0, "score_function": "softmax",
+        "num_groups": 1, "top_groups": 1, "route_scale": 1.0,
+    },
     "v3_heads": {"num_heads": 4},  # enough to share out over four ranks
     "v3_blocks": {"num_heads": 4, "qk_nope_head_dim": 40, "v_head_dim": 24},  # two heads are a block of fp8's rows
     "qwen3_heads": {  # fewer heads of keys than ranks

@@ -139,7 +139,7 @@ class PlainModel(nn.Module):
         super().__init__()
         self.model = model
         self.embedding = nn.Embedding(model.vocab_size, model.dim)
-        self.layers = nn.ModuleList(PlainBlock(model, i < model.num_dense_layers) for i in range(model.num_layers))
+        self.layers = nn.ModuleList(PlainBlock(model, model.is_dense(i)) for i in range(model.num_layers))
         self.norm = PlainNorm(model.dim, model.norm_eps)
         self.head = nn.Linear(model.dim, model.vocab_size, bias=False)
         if model.tied_head:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_engine.checkpoint import files, store
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.huggingface_keys import dense_values
 from moe_engine.config.schema import Config
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
@@ -25,12 +26,12 @@ from moe_engine.optim.zero import Shard
 KIND = "choices"
 
 
-def sizes_of(config: Config) -> dict[str, int]:
+def sizes_of(config: Config) -> dict[str, Any]:
     """What a recorded step and the one that replays it must have in common, by option."""
     model, train = config.model, config.train
     return {
         "model.num_layers": model.num_layers,
-        "model.num_dense_layers": model.num_dense_layers,
+        **{f"model.{name}": value for name, value in dense_values(model.all_dense_layers()).items()},
         "model.mtp_depth": model.mtp_depth,
         "model.num_experts": model.num_experts,
         "model.top_k": model.top_k,

@@ -186,7 +186,7 @@ def _known_efficiency(config: PlanConfig, model: Architecture, strategy: Strateg
     path = given if config.plan.efficiencies and not own else conf_folder() / "published/efficiencies.csv"
     known = read_efficiencies(read_table(path), path)
     card, software = config.cluster.card, config.plan.software
-    experts = config.model.num_dense_layers < config.model.num_layers
+    experts = model.num_experts > 0
     usual, words = efficiency_of_card(known, card, compute, software, DEFAULTS[compute], experts)
     return efficiency_of_machine(given, model, strategy, config.cluster, usual, words) if own else (usual, words)
 

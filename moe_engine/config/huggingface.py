@@ -22,7 +22,7 @@ from moe_engine.config.huggingface_families import (
     WRITERS,
     family_of,
 )
-from moe_engine.config.huggingface_keys import Keys, Values, read_common
+from moe_engine.config.huggingface_keys import Keys, Values, dense_values, read_common
 from moe_engine.config.huggingface_rope import rope_keys
 from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import closest, shown
@@ -117,7 +117,7 @@ def _refuse_what_got_lost(model: ModelConfig, back: ModelConfig, family: str) ->
 
 
 def effective(model: ModelConfig) -> ModelConfig:
-    """The model with every option that has no effect on it at its default."""
+    """The model with every option that has no effect on it at its default, and what can be said in two ways in one."""
     idle = ["name", "max_positions"]
     if model.attention == "mla":
         idle += ["num_kv_heads", "head_dim", "qk_norm", "rotary_dim"]
@@ -132,9 +132,10 @@ def effective(model: ModelConfig) -> ModelConfig:
         idle += ["rotary_dim"]
     if not model.qk_norm or model.attention == "mla":
         idle += ["qk_norm_whole"]
-    if model.num_dense_layers == 0:
+    dense = model.all_dense_layers()
+    if not dense:
         idle += ["dense_hidden"]
     if not model.sliding_window or model.num_layers == 1:
         idle += ["sliding_window_every"]
     defaults = ModelConfig()
-    return replace(model, **{name: getattr(defaults, name) for name in idle})
+    return replace(model, **dense_values(dense), **{name: getattr(defaults, name) for name in idle})

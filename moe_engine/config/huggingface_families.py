@@ -6,11 +6,11 @@ its family. `config.huggingface` puts them together and checks that nothing is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.huggingface_keys import Keys, Values
+from moe_engine.config.huggingface_keys import Keys, Values, dense_values
 from moe_engine.config.huggingface_rope import read_rope, rotary_share
 from moe_engine.config.schema import ModelConfig
 
@@ -125,17 +125,24 @@ def _mixtral(keys: Keys, common: Values) -> Values:
 
 def _qwen(keys: Keys, common: Values) -> Values:
     """What Qwen2-MoE and Qwen3-MoE share."""
-    keys.must("decoder_sparse_step", "after the dense layers every layer has experts", 1)
-    dense = keys.take("mlp_only_layers", list, [])
-    if dense != list(range(len(dense))):
-        keys.refuse("mlp_only_layers", dense, "dense layers come first; use the first layers, as in [0, 1]")
     return _grouped(keys, common, 10000.0) | {
-        "num_dense_layers": len(dense),
+        **dense_values(_dense_of_qwen(keys, common["num_layers"])),
         "dense_hidden": keys.take("intermediate_size", int),
         "num_experts": _num_experts(keys),
         "expert_hidden": keys.take("moe_intermediate_size", int),
         "normalize_weights": keys.take("norm_topk_prob", bool),
     }
+
+
+def _dense_of_qwen(keys: Keys, num_layers: int) -> Iterator[int]:
+    """The dense layers: those named, and of every `decoder_sparse_step` all but the last."""
+    step, named = keys.take("decoder_sparse_step", int, 1), keys.take("mlp_only_layers", list, [])
+    if step < 1:
+        keys.refuse("decoder_sparse_step", step, "the last of so many layers has experts; use 1 or more")
+    if any(not isinstance(layer, int) or not 0 <= layer < num_layers for layer in named):
+        rule = f"layers are counted from 0 and there are num_hidden_layers={num_layers}; use those, as in [0, 1]"
+        keys.refuse("mlp_only_layers", named, rule)
+    return (layer for layer in range(num_layers) if layer in named or (layer + 1) % max(step, 1))
 
 
 def _num_experts(keys: Keys) -> int:
@@ -280,7 +287,7 @@ def _write_leading_dense(model: ModelConfig) -> Values:
             f"model.num_shared_experts=0: a {family_of(model)} config.json needs a shared expert; use 1 or more"
         )
     return {
-        "first_k_dense_replace": model.num_dense_layers,
+        "first_k_dense_replace": dense_values(model.all_dense_layers())["num_dense_layers"],
         "intermediate_size": model.dense_hidden,
         "n_routed_experts": model.num_experts,
         "num_experts_per_tok": model.top_k,
@@ -310,7 +317,7 @@ def _write_qwen(model: ModelConfig) -> Values:
     return _write_grouped(model) | {
         "use_sliding_window": bool(model.sliding_window),
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(model.num_dense_layers)),
+        "mlp_only_layers": model.all_dense_layers(),
         "intermediate_size": model.dense_hidden,
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.expert_hidden,

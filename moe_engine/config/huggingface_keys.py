@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.model_rules import MOST_LAYERS
 from moe_engine.config.strict import shown
 
 Values = dict[str, Any]
@@ -80,14 +81,25 @@ class Keys:
             raise ConfigError("\n".join(self.problems))
 
 
+def dense_values(layers: Iterable[int]) -> Values:
+    """The options of `ModelConfig` that say which layers are dense: how many lead, and which others there are."""
+    dense = sorted(set(layers))
+    leading = sum(place == layer for place, layer in enumerate(dense))
+    return {"num_dense_layers": leading, "dense_layers": dense[leading:]}
+
+
 def read_common(keys: Keys, eps: Any = ...) -> Values:
     """eps: of the norms, in a family whose files need not say it."""
+    layers = keys.take("num_hidden_layers", int)
+    if layers > MOST_LAYERS:
+        keys.refuse("num_hidden_layers", layers, f"must be {MOST_LAYERS} or less")
+        layers = MOST_LAYERS
     keys.must("hidden_act", "the engine's MLPs are SwiGLU", "silu")
     keys.must("attention_dropout", "the engine has no dropout", 0.0)
     return {
         "vocab_size": keys.take("vocab_size", int),
         "dim": keys.take("hidden_size", int),
-        "num_layers": keys.take("num_hidden_layers", int),
+        "num_layers": layers,
         "num_heads": keys.take("num_attention_heads", int),
         "norm_eps": keys.take("rms_norm_eps", float, eps),
         "tied_head": keys.take("tie_word_embeddings", bool, False),

@@ -35,6 +35,17 @@ def check_model(rules: Rules) -> None:
                 "model.num_dense_layers",
                 f"the model has model.num_layers={layers}; use model.num_dense_layers={layers} or less",
             )
+        _check_dense_layers(rules, layers)
+
+
+def _check_dense_layers(rules: Rules, layers: int) -> None:
+    name, given = "model.dense_layers", rules["model.dense_layers"]
+    wrong = [layer for layer in given if not 0 <= layer < layers]
+    use = f"use {name}=[{','.join(map(str, sorted(set(given).difference(wrong))))}]"
+    if wrong:
+        rules.refuse(name, f"layers are counted from 0, and the model has model.num_layers={layers}; {use}")
+    elif len(set(given)) < len(given):
+        rules.refuse(name, f"names a layer twice; {use}")
 
 
 def check_attention(rules: Rules) -> None:

@@ -22,6 +22,7 @@ class ModelConfig:
     dim: int = 256  # of the hidden state
     num_layers: int = 4  # decoder layers, MTP blocks not counted
     num_dense_layers: int = 1  # the first layers, with a dense MLP in place of experts
+    dense_layers: list[int] = field(default_factory=list)  # further layers that have one, counted from 0: [3,5]
     dense_hidden: int = 512  # inside the MLP of a dense layer
     attention: str = "mla"  # mla: multi-head latent attention | gqa: grouped queries (arXiv 2305.13245)
     num_heads: int = 4  # of queries
@@ -76,6 +77,18 @@ class ModelConfig:
     tied_head: bool = False  # the output head is the embedding table
     norm_eps: float = 1e-6  # of the RMSNorms
     init_std: float = 0.006  # of the normal distribution that weights start from
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether decoder layer `layer`, counted from 0, has a dense MLP; all others and MTP blocks have experts."""
+        return layer < self.num_dense_layers or layer in self.dense_layers
+
+    def all_dense_layers(self) -> list[int]:
+        """The layers with a dense MLP, in their order."""
+        return [layer for layer in range(self.num_layers) if self.is_dense(layer)]
+
+    def all_moe_layers(self) -> list[int]:
+        """The layers with experts, in their order; MTP blocks are not counted."""
+        return [layer for layer in range(self.num_layers) if not self.is_dense(layer)]
 
 
 @dataclass

@@ -39,7 +39,7 @@ class NamedParameter:
 
 def moe_layer_names(model: ModelConfig) -> list[str]:
     """The global names of all MoE layers of a model, in its order."""
-    layers = [f"layers.{i}.moe" for i in range(model.num_dense_layers, model.num_layers)]
+    layers = [f"layers.{i}.moe" for i in model.all_moe_layers()]
     return layers + [f"mtp.{k}.block.moe" for k in range(model.mtp_depth)]
 
 

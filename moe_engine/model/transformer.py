@@ -113,7 +113,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleDict()
         for i in spec.layers:
             windowed = model.sliding_window > 0 and i % model.sliding_window_every == 0
-            self.layers[str(i)] = block(i < model.num_dense_layers, windowed)
+            self.layers[str(i)] = block(model.is_dense(i), windowed)
         self.norm = RMSNorm(model.dim, model.norm_eps, dtype, device) if spec.head else None
         own_head = (spec.head or bool(spec.mtp)) and not model.tied_head
         self.head = Table(model.vocab_size, model.dim, dtype, device) if own_head else None

@@ -37,6 +37,7 @@ class Matrix:
 class Architecture:
     """Sizes of a decoder. `kv_lora_rank` > 0 means latent attention, else grouped-query attention.
 
+    dense_layers: those with a dense MLP, counted from 0; without experts, which they are says nothing.
     gated: the MLP has gate and up (SwiGLU); otherwise one matrix up, one down (GeLU). biases: linear layers have them,
     and norms are LayerNorm with two vectors. learned_positions: rows of a position table, 0 for none.
     shared_hidden: hidden width of the shared experts together. rotary_dim: numbers of a head of grouped queries that
@@ -47,7 +48,7 @@ class Architecture:
     vocab_size: int
     dim: int
     num_layers: int
-    num_dense_layers: int
+    dense_layers: frozenset[int]
     dense_hidden: int
     num_heads: int
     num_kv_heads: int
@@ -76,6 +77,10 @@ class Architecture:
     tied_head: bool = False
     sigmoid_scores: bool = True
     normalized_weights: bool = True
+
+    @property
+    def num_dense_layers(self) -> int:
+        return len(self.dense_layers)
 
     @property
     def num_moe_layers(self) -> int:
@@ -201,7 +206,7 @@ def architecture(model: ModelConfig) -> Architecture:
         vocab_size=model.vocab_size,
         dim=model.dim,
         num_layers=model.num_layers,
-        num_dense_layers=model.num_dense_layers,
+        dense_layers=frozenset(model.all_dense_layers()),
         dense_hidden=model.dense_hidden,
         num_heads=model.num_heads,
         num_kv_heads=model.num_heads if latent else model.num_kv_heads,
@@ -214,7 +219,7 @@ def architecture(model: ModelConfig) -> Architecture:
         qk_norm_whole=model.qk_norm_whole,
         rotary_dim=0 if latent else model.rotary_dim,
         attention_vectors=() if latent else _attention_vectors(model),
-        num_experts=model.num_experts if model.num_dense_layers < model.num_layers + model.mtp_depth else 0,
+        num_experts=model.num_experts if model.all_moe_layers() or model.mtp_depth else 0,
         top_k=model.top_k,
         expert_hidden=model.expert_hidden,
         shared_hidden=model.num_shared_experts * model.expert_hidden,

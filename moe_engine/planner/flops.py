@@ -63,7 +63,7 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
     by_part = {
         "embedding": model.vocab_size * model.dim,
         "attention": blocks * (sizes.attention + sizes.attention_vectors),
-        "dense_mlp": model.num_dense_layers * sizes.dense_mlp,
+        "dense_mlp": len(model.all_dense_layers()) * sizes.dense_mlp,
         "router": moe_blocks * model.num_experts * (model.dim + model.expert_biases),
         "shared_experts": moe_blocks * (model.num_shared_experts * sizes.expert + model.shared_gate * model.dim),
         "experts": moe_blocks * model.num_experts * (sizes.expert + sizes.expert_biases),
@@ -97,7 +97,7 @@ def sequence_flops(
     sizes, blocks = _sizes(model), _blocks(model)
     weights = (
         blocks * sizes.attention
-        + model.num_dense_layers * sizes.dense_mlp
+        + len(model.all_dense_layers()) * sizes.dense_mlp
         + _moe_blocks(model) * (model.top_k + model.num_shared_experts) * sizes.expert
         + model.mtp_depth * sizes.mtp_proj
         + (1 + model.mtp_depth) * sizes.head
@@ -129,7 +129,7 @@ def _blocks(model: ModelConfig) -> int:
 
 def _moe_blocks(model: ModelConfig) -> int:
     """Blocks with experts; that of an MTP module is one."""
-    return _blocks(model) - model.num_dense_layers
+    return len(model.all_moe_layers()) + model.mtp_depth
 
 
 def _pairs(lengths: Sequence[int], window: int = 0) -> int:

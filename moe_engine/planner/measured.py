@@ -198,7 +198,7 @@ def architecture_of(row: Row, known: Row) -> Architecture | str:
         vocab_size=size("vocab", 51200) or 0,
         dim=hidden,
         num_layers=layers,
-        num_dense_layers=min(layers, size("dense_layers", 0) or 0) if experts else layers,
+        dense_layers=frozenset(range(min(layers, size("dense_layers", 0) or 0) if experts else layers)),
         dense_hidden=size("ffn_hidden", 4 * hidden) or 0,
         num_heads=heads,
         num_kv_heads=size("kv_heads", heads) or 0,

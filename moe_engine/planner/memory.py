@@ -355,6 +355,6 @@ def _buffers(cut: Cut, pp: int) -> dict[str, float]:
         buffers["pipeline messages"] = 4 * message
     if strategy.windows:
         buffers["symmetric memory"] = float(sum(strategy.windows.by_use.values()))
-    if strategy.layout.ep > 1 and any(cut.blocks(cut.stages[stage])[-1:] for stage in cut.placement.stages_of_rank[pp]):
+    if strategy.layout.ep > 1 and any(cut.is_moe(part) for part in parts if part.startswith(("layers", "mtp"))):
         buffers["dispatch and combine"] = 2 * message * min(model.top_k, strategy.layout.ep)
     return buffers

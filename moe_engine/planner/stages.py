@@ -78,7 +78,7 @@ class Cut:
         kind, _, index = part.partition(".")
         if not self.model.num_experts:
             return False
-        return kind == "mtp" or int(index) >= self.model.num_dense_layers
+        return kind == "mtp" or int(index) not in self.model.dense_layers
 
     def blocks(self, stage: StageSpec) -> list[bool]:
         """For each block of a stage, whether it has experts."""

@@ -69,6 +69,7 @@ FEATURES = [
     Case(dp=2, cp=2, ep=4, schedule="overlapped_1f1b", skew=True, steps=2),
     Case(dp=4, ep=4, schedule="overlapped_1f1b", ranks_per_node=2, padding=True),
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", max_recv_rows=6, skew=True, steps=2),
+    Case(pp=2, dp=2, ep=2, model="experts_between", layers=5, steps=2),
 ]
 
 
@@ -195,6 +196,23 @@ def other_ways() -> list[Case]:
     ]
 
 
+def dense_anywhere() -> list[Case]:
+    """Layers with experts and without in any order, also stages that have none of one kind."""
+    return [
+        Case(pp=4, dp=2, ep=2, schedule="zb_h1", model="dense_between", layers=6, recompute="full", tied=True),
+        Case(pp=2, dp=2, ep=2, schedule="dualpipe", model="dense_between", layers=5, padding=True),
+        Case(pp=2, dp=2, ep=2, schedule="dualpipev", model="experts_between", layers=5, skew=True),
+        Case(
+            pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=3, model="dense_between", layers=6, tied=True
+        ),
+        Case(
+            dp=4, ep=4, schedule="overlapped_1f1b", model="dense_between", layers=5, recompute="selective", padding=True
+        ),
+        Case(pp=2, cp=2, ep=2, schedule="zbv", model="experts_between", layers=5, payload="latent"),
+        Case(pp=2, dp=4, ep=2, model="experts_between", layers=5, placement=2, skew=True),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("case", all_layouts() + other_models(), ids=str)
@@ -216,7 +234,7 @@ def test_shared_sequences_equal_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", in_pairs() + uneven() + other_ways(), ids=str)
+@pytest.mark.parametrize("case", in_pairs() + uneven() + other_ways() + dense_anywhere(), ids=str)
 def test_pairs_uneven_stages_and_other_ways_equal_one_process(case: Case) -> None:
     record = run(case)
     assert_equal(case, record)

@@ -103,6 +103,10 @@ RANGES = [
     Mistake("model.top_k=99", "more experts than there are", "model.top_k=8"),
     Mistake("model.num_groups=3", "must divide model.num_experts=8", "model.num_groups=2"),
     Mistake("model.num_dense_layers=5", "the model has model.num_layers=2", "model.num_dense_layers=2"),
+    Mistake(
+        "model.dense_layers=[1,2]", "the model has model.num_layers=2", "model.dense_layers=[1]",
+        shown="model.dense_layers=[1, 2]",
+    ),
     Mistake("model.score_function=relu", "no such choice", "sigmoid", works="model.score_function=sigmoid"),
     Mistake("moe.combine=fast", "no such choice", "exact", works="moe.combine=exact"),
     Mistake("precision.compute=float16", "no such choice", "bfloat16", works="precision.compute=bfloat16"),

@@ -83,9 +83,11 @@ def test_no_key_is_ignored_in_silence(name: str) -> None:
     ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "the router's input is taken as it is; use router_jitter_noise=0.0"),
     ("mixtral_8x7b", {"partial_rotary_factor": 0.5},
      "unknown key, which may change the model; remove it if it does not"),
-    ("qwen3_30b_a3b", {"decoder_sparse_step": 2},
-     "after the dense layers every layer has experts; use decoder_sparse_step=1"),
-    ("qwen3_30b_a3b", {"mlp_only_layers": [3]}, "dense layers come first; use the first layers, as in [0, 1]"),
+    ("qwen3_30b_a3b", {"num_hidden_layers": 10**12}, "must be 10000 or less"),
+    ("qwen3_30b_a3b", {"decoder_sparse_step": 0}, "the last of so many layers has experts; use 1 or more"),
+    *[("qwen3_30b_a3b", {"mlp_only_layers": layers},
+       "layers are counted from 0 and there are num_hidden_layers=48; use those, as in [0, 1]")
+      for layers in ([3, 48], [-1], ["3"], [None])],
     ("qwen1_5_moe_a2_7b", {"use_sliding_window": True},
      "windows that alternate from the first layer on are not built here; use use_sliding_window=false"),
     ("qwen1_5_moe_a2_7b", {"layer_types": ["sliding_attention"]},
@@ -179,6 +181,7 @@ def test_unknown_families_are_refused() -> None:
     ("deepseek_v2_lite", {"mtp_depth": 1}, "a deepseek_v2 config.json cannot say this; it would mean 0"),
     ("mixtral_8x7b", {"normalize_weights": False}, "a mixtral config.json cannot say this; it would mean true"),
     ("mixtral_8x7b", {"num_dense_layers": 1}, "a mixtral config.json cannot say this; it would mean 0"),
+    ("deepseek_v3", {"dense_layers": [5]}, "a deepseek_v3 config.json cannot say this; it would mean []"),
     ("qwen3_30b_a3b", {"num_shared_experts": 1}, "a qwen3_moe config.json cannot say this; it would mean 0"),
     ("olmoe_1b_7b", {"head_dim": 64}, "a olmoe config.json cannot say this; it would mean 128"),
     ("olmoe_1b_7b", {"attention_out_bias": True}, "a olmoe config.json cannot say this; it would mean false"),
@@ -204,6 +207,26 @@ def test_what_is_said_in_another_way_is_written() -> None:
         assert effective(back) == effective(model)
     nowhere = huggingface_config(replace(gpt_oss, sliding_window=0))
     assert nowhere["layer_types"] == ["full_attention"] * 24
+
+
+@pytest.mark.parametrize(("keys", "dense"), [
+    ({"mlp_only_layers": [0, 1]}, [0, 1]), ({"mlp_only_layers": [3, 1]}, [1, 3]),
+    ({"decoder_sparse_step": 2}, [0, 2, 4]), ({"mlp_only_layers": [1], "decoder_sparse_step": 3}, [0, 1, 3, 4]),
+    ({"decoder_sparse_step": 7}, list(range(6))), ({"mlp_only_layers": None}, []),
+])  # fmt: skip
+def test_dense_layers_may_be_anywhere(keys: dict[str, Any], dense: list[int]) -> None:
+    """As transformers' Qwen3MoeDecoderLayer reads the two keys; one of them is enough to write any pattern."""
+    model = model_config(published("qwen3_30b_a3b", num_hidden_layers=6, **keys))
+    assert model.all_dense_layers() == dense
+    back = huggingface_config(model)
+    assert (back["mlp_only_layers"], back["decoder_sparse_step"]) == (dense, 1)
+    assert model_config(back) == model
+
+
+def test_the_same_dense_layers_said_otherwise_are_the_same_model() -> None:
+    v3 = preset("deepseek_v3")
+    assert effective(replace(v3, num_dense_layers=1, dense_layers=[2, 1])) == effective(v3)
+    assert huggingface_config(replace(v3, num_dense_layers=1, dense_layers=[2, 1])) == huggingface_config(v3)
 
 
 def test_files_and_folders_are_read_and_errors_name_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+import yaml
 from broken_rules import RULES
 
 from moe_engine.config.errors import ConfigError
@@ -66,15 +67,14 @@ def test_the_value_that_a_message_offers_works(options: dict[str, Any], message:
     """Every `section.option=value` after "use" or "for example" in a message mends the configuration by itself."""
     config = make(**options)
     line = problems(config)[0]
-    offer = re.search(r"(?:use|for example) (\w+(?:\.\w+)*)\.(\w+)=([^\s,;]+)", line)
+    offer = re.search(r"(?:use|for example) (\w+(?:\.\w+)*)\.(\w+)=(\[[^]]*\]|[^\s,;]+)", line)
     if offer is None:  # a choice from a list, or a whole recipe (precision=fp32)
         assert "There are" in line or "there are" in line or "did you mean" in line or "use precision=" in line
         return
     section, option, text = offer.groups()
     old = attrgetter(section)(Config())
     kind = type(getattr(old, option)) if getattr(old, option) is not None else int
-    values = {list: text.strip("[]").split(","), bool: text == "true"}
-    setattr(attrgetter(section)(config), option, values[kind] if kind in values else kind(text))
+    setattr(attrgetter(section)(config), option, yaml.safe_load(text) if kind in (list, bool) else kind(text))
     validate(config)
 
 

@@ -31,6 +31,7 @@ MODELS = {
     "glm4": GLM4,
     "gpt_oss": GPT_OSS,
     "qwen3, first layer dense": replace(QWEN3, num_dense_layers=1),
+    "qwen3, layer between dense": replace(QWEN3, dense_layers=[1]),
 }
 
 

@@ -79,6 +79,7 @@ VARIANTS = [
     Variant("grouped_yarn", {**GROUPED, **YARN, "qk_norm": True, "rope_mscale_all_dim": 0.0, "rope_truncate": False}),
     Variant("latent_yarn", {**YARN, "rope_mscale": 0.7, "latent_norm_eps": 1e-3}, documents=1, bias=0.05),
     Variant("latent_yarn_halves", {**YARN, "q_lora_rank": 0, "rope_style": "halves", "rope_beta_fast": 1.0}),
+    Variant("dense_between", {**GROUPED, "num_dense_layers": 0, "dense_layers": [1, 3], "qk_norm": True}, padding=True),
     Variant("one_expert_dense_everywhere_else", {"top_k": 1, "num_dense_layers": 3, "tied_head": True}, padding=True),
 ]  # fmt: skip
 

@@ -83,7 +83,8 @@ GROUPED = {"attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
     {**GROUPED, "num_shared_experts": 2, "shared_gate": True, "attention_bias": True, "rotary_dim": 4},
     {**GROUPED, "attention_sinks": True, "expert_biases": True, "swiglu_limit": 7.0, "sliding_window": 4},
     {**GROUPED, "qk_norm": True, "tied_head": True}, {"num_dense_layers": 4},
-    {"num_dense_layers": 0, "num_shared_experts": 0}, {"num_shared_experts": 2},
+    {"num_dense_layers": 0, "num_shared_experts": 0}, {"num_shared_experts": 2}, {"dense_layers": [2]},
+    {"num_dense_layers": 0, "dense_layers": [0, 1, 2, 3], "mtp_depth": 0},
 ])  # fmt: skip
 def test_any_cut_has_the_same_names_and_the_planned_count(changes: dict[str, object]) -> None:
     model = replace(config_of(Case()).model, **changes)

@@ -20,6 +20,7 @@ QWEN2 = "model=qwen1_5_moe_a2_7b model.num_layers=3 model.dim=256 model.vocab_si
 OLMOE = "model=olmoe_1b_7b model.num_layers=3 model.dim=256 model.vocab_size=1000"
 GPT_OSS = "model=gpt_oss_20b model.num_layers=3 model.dim=256 model.vocab_size=1000 model.expert_hidden=256"
 GROUPED = "model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000"
+BETWEEN = "model=qwen3_30b_a3b model.dim=256 model.vocab_size=1000 parallel.dp=4 parallel.ep=4"
 FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
     ("model=mini_v3 model.num_layers=6 pipeline=zbv parallel.pp=2 parallel.dp=4 parallel.ep=2 recompute=full", 0, 1.0),
@@ -28,6 +29,7 @@ FAST = [
      "parallel.ranks_per_node=2 moe.max_recv_rows=1024", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=ring", 0, 1.0),
     ("model=qwen3_30b_a3b model.num_layers=3 model.dim=256 model.vocab_size=1000 parallel.dp=8 parallel.ep=8", 0, 1.0),
+    (f"{BETWEEN} model.num_layers=4 model.dense_layers=[1,3] parallel.pp=2", 0, 1.0),
 ]  # fmt: skip
 TWO_HOPS = f"{MINI} moe.dispatch=hierarchical parallel.ranks_per_node=2"
 MORE = [
@@ -74,6 +76,8 @@ MORE = [
     (f"{OLMOE} parallel.dp=4 parallel.cp=2 parallel.ep=8", 0, 1.0),
     ("model=mixtral_8x7b model.num_layers=4 model.dim=256 model.vocab_size=1000 model.expert_hidden=512 "
      "parallel.pp=2 parallel.dp=4 parallel.ep=4 pipeline=dualpipev", 0, 1.0),
+    (f"{BETWEEN} model.num_layers=5 model.dense_layers=[0,3,4] parallel.pp=2 pipeline=dualpipe precision=fp8", 4, 1.0),
+    (f"{BETWEEN} model.num_layers=6 model.dense_layers=[2,3] parallel.pp=2 pipeline=zb_h1 recompute=full", 0, 1.0),
     ("model=deepseek_v2_lite model.num_layers=3 parallel.dp=8 parallel.ep=8", 3, 1.5),
 ]  # fmt: skip
 

@@ -34,8 +34,9 @@ BENCH = FACTS / "bench"  # of one CPU, a thread a rank
 CPU = ClusterConfig("Xeon", 4, 4, bf16_tflops=0.16, memory_gb=6, memory_tb_s=0.012, link_gb_s=2, runtime_gb=0.5)
 # attention as in the records: 16 heads of 192 (queries, keys) and 128 (values)
 MODEL = Architecture(
-    1024, 512, 4, 1, 1024, 16, 16, 192, 128, num_experts=16, top_k=4, expert_hidden=256, shared_hidden=256
-)
+    1024, 512, 4, frozenset({0}), 1024, 16, 16, 192, 128, num_experts=16, top_k=4, expert_hidden=256,
+    shared_hidden=256,
+)  # fmt: skip
 WORDS = [
     "model=mini_v3", "parallel.ep=4", "train.global_batch=8", "train.micro_batch=1", "train.seq_len=1024",
     "cluster.card=Xeon", "cluster.gpus=4", "cluster.gpus_per_node=4", "cluster.bf16_tflops=0.16",

@@ -21,8 +21,9 @@ from moe_engine.planner.search import Found, Result, search, why
 from moe_engine.planner.strategy import Strategy
 
 MODEL = Architecture(
-    32000, 2048, 16, 1, 8192, 16, 16, 128, 128, num_experts=32, top_k=4, expert_hidden=1024, shared_hidden=1024
-)
+    32000, 2048, 16, frozenset({0}), 8192, 16, 16, 128, 128, num_experts=32, top_k=4, expert_hidden=1024,
+    shared_hidden=1024,
+)  # fmt: skip
 CLUSTER = ClusterConfig(gpus=16)
 REQUEST = Request(MODEL, Strategy(Layout(dp=16), micro_batches=8, seq_len=2048), CLUSTER, 1.0, "engine")
 

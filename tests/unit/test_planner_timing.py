@@ -19,9 +19,9 @@ from moe_engine.planner.work import Rates, block_parts, crossings
 from moe_engine.schedule import schedules
 from moe_engine.schedule.simulate import simulate
 
-DENSE = Architecture(32000, 4096, 32, 32, 11008, 32, 32, 128, 128)
+DENSE = Architecture(32000, 4096, 32, frozenset(range(32)), 11008, 32, 32, 128, 128)
 MOE = Architecture(
-    32000, 4096, 32, 0, 0, 32, 8, 128, 128, num_experts=64, top_k=8, expert_hidden=2048, shared_hidden=2048
+    32000, 4096, 32, frozenset(), 0, 32, 8, 128, 128, num_experts=64, top_k=8, expert_hidden=2048, shared_hidden=2048
 )
 CLUSTER = ClusterConfig(gpus=64)
 

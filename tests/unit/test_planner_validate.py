@@ -78,8 +78,8 @@ def test_the_fit_finds_efficiencies_that_made_the_times() -> None:
         late = chance.random() < 0.3
         experts = chance.choice([0, 16])
         model = Architecture(
-            32000, chance.choice([1024, 2048, 4096, 8192]), 16, 0 if experts else 16, 8192, 16, 16, 128, 128,
-            num_experts=experts, top_k=4 if experts else 0, expert_hidden=1024 if experts else 0,
+            32000, chance.choice([1024, 2048, 4096, 8192]), 16, frozenset() if experts else frozenset(range(16)), 8192,
+            16, 16, 128, 128, num_experts=experts, top_k=4 if experts else 0, expert_hidden=1024 if experts else 0,
         )  # fmt: skip
         layout = Layout(dp=8, tp=chance.choice([1, 2, 8]), ep=chance.choice([1, 8]) if experts else 1)
         cluster = ClusterConfig(gpus=layout.world)
@@ -107,7 +107,7 @@ def test_an_odd_model_with_many_rows_bends_little() -> None:
     truth, group = Efficiency(matmul=0.7), ("H100", "bf16", "a")
     observed = []
     for dim, times, batches in ((8192, 1.0, (4, 8)), (4096, 2.0, range(4, 14))):
-        model = Architecture(32000, dim, 16, 16, 4 * dim, 16, 16, 128, 128)
+        model = Architecture(32000, dim, 16, frozenset(range(16)), 4 * dim, 16, 16, 128, 128)
         for batch in batches:
             work = step_work(cut(model, Strategy(Layout(dp=8), micro_batches=batch)), ClusterConfig(gpus=8))
             observed.append(Observation(Sample.of(work, times * step_time(work, truth).seconds), group, str(dim)))
@@ -182,7 +182,7 @@ def test_no_row_of_a_model_is_left_when_it_is_predicted(tables: Tables) -> None:
 
 
 def test_stages_are_balanced_by_time() -> None:
-    model = Architecture(128000, 4096, 32, 32, 14336, 32, 8, 128, 128)
+    model = Architecture(128000, 4096, 32, frozenset(range(32)), 14336, 32, 8, 128, 128)
     assert sum(balanced(model, 8, 4096)) == 32 and balanced(model, 1, 4096) == (32,)
     assert balanced(model, 8, 4096)[-1] < min(balanced(model, 8, 4096)[:-1])  # beside the head
     with_mtp = replace(model, mtp_depth=1)

@@ -146,7 +146,7 @@ class _Model:
         model = self.model
         yield _same("embedding.weight", "model.embed_tokens.weight", model.vocab_size, model.dim)
         for i in range(model.num_layers):
-            yield from self._block(f"layers.{i}", f"model.layers.{i}", dense=i < model.num_dense_layers)
+            yield from self._block(f"layers.{i}", f"model.layers.{i}", dense=model.is_dense(i))
         for k in range(model.mtp_depth):
             yield from self._mtp(f"mtp.{k}", mtp_prefix(model, k))
         yield _same("norm.weight", "model.norm.weight", model.dim)
