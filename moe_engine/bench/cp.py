@@ -9,12 +9,9 @@ the exchanges take by themselves, of the layer's products, and of what else the 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,16 +19,16 @@ from typing import Any
 
 from moe_engine.bench import machine, record
 from moe_engine.bench.cp_rank import DTYPES, Job, on_local_rank
-from moe_engine.bench.namespaces import TwoHosts, require
+from moe_engine.bench.namespaces import require
 from moe_engine.bench.ranks import run_ranks
+from moe_engine.bench.wire import run_over_wire
 from moe_engine.config.context_rules import EXCHANGES, PAYLOADS
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.planner.context import Cost, cost, faster_payload
 
 LINK = re.compile(r"local|wire([1-9]\d*)")
-PORT = "29512"  # of a namespace: nobody else's
-TIME_LIMIT_S = 900.0
+BURST_KB = 64  # KiB that a wire lets through at once after a pause
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the difference from one rank, relative, in the Euclidean norm
 FIGURES = {"sent_mib": ".2f", "formula_mib": ".2f", "exchanges_s": ".3f", "still_s": ".3f", "hidden": ".0%",
            "peak_mib": ".1f"}  # fmt: skip
@@ -98,7 +95,11 @@ def run(config: ContextBenchConfig) -> int:
         rate = 0.0 if link == "local" else float(link.removeprefix("wire"))
         size = 2 if rate else config.bench.cp
         job = _job(config.bench)
-        ranks = _over_wire(job, rate) if rate else run_ranks(size, 1, on_local_rank, size, asdict(job))
+        ranks = (
+            run_over_wire("moe_engine.bench.cp_rank", asdict(job), rate, BURST_KB)
+            if rate
+            else run_ranks(size, 1, on_local_rank, size, asdict(job))
+        )
         products = min(rank["products"]["flops_per_s"] for rank in ranks)
         found = [_result(config.bench, job, rate, size, way, ranks) for way in job.candidates]
         rule = _rule(config.bench, job, size, found, products)
@@ -163,22 +164,6 @@ def _job(bench: ContextSection) -> Job:
 
 def _case(rate: float, size: int) -> str:
     return f"two_hosts_{rate:g}_mbit" if rate else f"local_cp{size}"
-
-
-def _over_wire(job: Job, rate_mbit: float) -> list[dict[str, Any]]:
-    """What both ends of a wire found."""
-    with tempfile.TemporaryDirectory(prefix="moe-engine-bench-") as folder, TwoHosts(rate_mbit, burst_kb=64) as hosts:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(asdict(job)))
-        ranks = []
-        for rank in (0, 1):
-            env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": PORT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            ranks.append(hosts.run(rank, [sys.executable, "-m", "moe_engine.bench.cp_rank", str(path)], env))
-        codes = [rank.wait(TIME_LIMIT_S) for rank in ranks]
-        if any(codes):
-            raise RuntimeError(f"the ranks ended with exit codes {codes}; what they wrote is above")
-        return [json.loads(Path(f"{path}.rank{rank}").read_text()) for rank in (0, 1)]
 
 
 def _formula(bench: ContextSection, job: Job, size: int, exchange: str, payload: str) -> Cost:

@@ -1,16 +1,14 @@
 """One rank of `moe-engine bench cp`: a latent attention layer over shared sequences, by every exchange and payload.
 
-Run by the benchmark's local ranks, or in a network namespace as `python -m moe_engine.bench.cp_rank job.json`.
+Run by the benchmark's local ranks, or at an end of a wire (`bench.wire`).
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,10 @@ from torch import Tensor
 
 from moe_engine.bench.live_memory import LivePeak
 from moe_engine.bench.record import turns
+from moe_engine.bench.wire import on_rank
 from moe_engine.config.schema import ModelConfig
-from moe_engine.distributed import groups
 from moe_engine.distributed.collectives import CollectiveLog, Communicator, Pending
+from moe_engine.distributed.groups import world_communicator
 from moe_engine.model.attention import LatentAttention, sequence_context
 from moe_engine.model.batch import Batch
 from moe_engine.model.context_parallel import ContextParallel
@@ -102,7 +101,7 @@ def run(rank: int, size: int, job: Job) -> dict[str, Any]:
     Under `products` the rate of this rank's matrix products.
     """
     log = CollectiveLog(waits=[])
-    world = groups.world_communicator(rank, size, log)
+    world = world_communicator(rank, size, log)
     at_once = AtOnce("world", range(size), rank, world.group, log)
     names = [f"{exchange}_{payload}" for exchange, payload in job.candidates]
     ways = dict(zip(names, job.candidates, strict=True))
@@ -158,16 +157,5 @@ def on_local_rank(rank: int, _device: torch.device, size: int, job: dict[str, An
     return run(rank, size, Job(**job))
 
 
-def main(path: str) -> None:
-    torch.set_num_threads(1)
-    job = Job(**json.loads(Path(path).read_text()))
-    rank = groups.start(torch.device("cpu"), timeout_s=120.0)
-    try:
-        result = run(rank, 2, job)
-    finally:
-        groups.stop()
-    Path(f"{path}.rank{rank}").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    on_rank(sys.argv[1], lambda rank, job: run(rank, 2, Job(**job)))

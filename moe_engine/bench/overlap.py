@@ -14,28 +14,24 @@ for each, as measured in the same run); see `overlap_times` for what is counted.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_engine.bench import machine, record
-from moe_engine.bench.namespaces import TwoHosts, require
+from moe_engine.bench.namespaces import require
 from moe_engine.bench.overlap_picture import draw
 from moe_engine.bench.overlap_rank import ORDERS, Job
 from moe_engine.bench.overlap_times import ExchangeTimes, exchange_times, total
 from moe_engine.bench.timed_blocks import PhaseTimes
+from moe_engine.bench.wire import run_over_wire
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 
 CASE = re.compile(r"(timed|real)([1-9]\d*)")
-PORT = "29511"  # of a namespace: nobody else's
-TIME_LIMIT_S = 900.0
 KINDS = ("combine(B)", "dispatch(F)", "dispatch(B)", "combine(F)")
 # Milliseconds of the compute phases of one layer of DeepSeek-V3, 4096 tokens on H800 (github.com/deepseek-ai/
 # profile-data); its exchanges take 3.41 to 6.37 ms.
@@ -48,9 +44,8 @@ FIGURES = {
     "hidden_of_step": ".1%",
 }
 
-Ranks = Sequence[
-    Mapping[str, Sequence[Mapping[str, Any]]]
-]  # by rank and order of phases: steps, with seconds and events
+# What ranks found, see `overlap_rank.run`: by rank and order of phases the steps, with seconds and events.
+Ranks = Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]
 
 
 @dataclass
@@ -108,7 +103,8 @@ def run(config: OverlapBenchConfig) -> int:
     events: dict[str, Any] = {}
     for case in config.bench.cases:
         compute, rate = _parse(case)
-        ranks = measure(_job(config.bench, compute), rate, config.bench.burst_kb)
+        job = asdict(_job(config.bench, compute))
+        ranks = run_over_wire("moe_engine.bench.overlap_rank", job, rate, config.bench.burst_kb)
         found = [_result(config.bench, case, compute, name, ranks) for name in ORDERS]
         title = f"{compute} computation, {rate:g} Mbit/s"
         kinds = _kinds(config.bench, ranks, _slots(config.bench, compute))
@@ -168,25 +164,6 @@ def _job(bench: OverlapSection, compute: str) -> Job:
         bench.micro_batches, bench.blocks, bench.tokens, bench.dim, bench.expert_hidden, bench.precision, bench.rounds,
         times,
     )  # fmt: skip
-
-
-def measure(job: Job, rate_mbit: float, burst_kb: int) -> Ranks:
-    """What both ranks found, see `overlap_rank.run`."""
-    with (
-        tempfile.TemporaryDirectory(prefix="moe-engine-bench-") as folder,
-        TwoHosts(rate_mbit, burst_kb=burst_kb) as hosts,
-    ):
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(asdict(job)))
-        ranks = []
-        for rank in (0, 1):
-            env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": PORT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            ranks.append(hosts.run(rank, [sys.executable, "-m", "moe_engine.bench.overlap_rank", str(path)], env))
-        codes = [rank.wait(TIME_LIMIT_S) for rank in ranks]
-        if any(codes):
-            raise RuntimeError(f"the ranks ended with exit codes {codes}; what they wrote is above")
-        return [json.loads(Path(f"{path}.rank{rank}").read_text()) for rank in (0, 1)]
 
 
 def _exchanges(bench: OverlapSection, order: str, ranks: Ranks) -> list[ExchangeTimes]:

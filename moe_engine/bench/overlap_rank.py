@@ -1,24 +1,22 @@
 """One rank of `moe-engine bench overlap`: runs every order of phases in turns and tells how long what stood still.
 
-Started in a network namespace as `python -m moe_engine.bench.overlap_rank job.json`; the job says what to compute.
+Runs at an end of a wire (`bench.wire`); the job says what to compute.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_engine.bench.record import turns
 from moe_engine.bench.timed_blocks import PhaseTimes, TimedBlocks
+from moe_engine.bench.wire import on_rank
 from moe_engine.config.schema import Config, ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
-from moe_engine.distributed import groups
 from moe_engine.distributed.groups import build_groups
 from moe_engine.layout import Layout, Placement, split_stages
 from moe_engine.model.batch import Batch, ItemCounts
@@ -129,16 +127,5 @@ def run(job: Job, rank: int) -> dict[str, Any]:
     return steps
 
 
-def main(path: str) -> None:
-    torch.set_num_threads(1)
-    job = Job(**json.loads(Path(path).read_text()))
-    rank = groups.start(torch.device("cpu"), timeout_s=120.0)
-    try:
-        result = run(job, rank)
-    finally:
-        groups.stop()
-    Path(f"{path}.rank{rank}").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    on_rank(sys.argv[1], lambda rank, job: run(Job(**job), rank))
