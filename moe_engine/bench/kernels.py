@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_engine.bench import machine, record
 from moe_engine.bench.kernel_ops import OPS, OURS, Candidates, Op, Operands, Shape
+from moe_engine.bench.truth import calc_diff
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 
@@ -208,8 +209,7 @@ def _verdict(name: str, call: Callable[[], Tensor], exact: Tensor, bound: float)
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return record.Verdict(False, f"{name}: {reason}")
-    a, b = result.double(), exact.double()
-    difference = (1 - 2 * (a * b).sum() / (a.square().sum() + b.square().sum())).item()
+    difference = calc_diff(result.double(), exact.double())
     passed = difference < bound  # NaN fails
     return record.Verdict(passed, f"{name}: calc_diff {difference:.1e}, bound {bound:.0e}", {"calc_diff": difference})
 
