@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from moe_engine.dryrun import tensors
 
 
 class LiveBytes(TorchDispatchMode):
@@ -15,17 +16,20 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live = tensors.LiveBytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in tree_iter(result):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:
-                storage = x.untyped_storage()
-                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._live.hold(x)
         return result
 
     def bytes(self) -> int:
-        self._seen = {key: seen for key, seen in self._seen.items() if not seen[0].expired()}
-        return sum(size for _, size in self._seen.values())
+        return self._live.now
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return self._live.peak

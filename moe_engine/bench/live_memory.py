@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from moe_engine.dryrun.tensors import LiveBytes
 
 SMALL = 1 << 12  # bytes; smaller tensors are not counted
 
@@ -24,9 +25,7 @@ class LivePeak(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._known = {x.untyped_storage()._cdata for x in known}
-        self.peak, self.longest_pair = 0, 0
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._sum = 0  # of `_held`, in which some may be gone: an upper bound
+        self._live, self.longest_pair = LiveBytes(), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -34,20 +33,14 @@ class LivePeak(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.nbytes >= SMALL:
                 if x.dim() > 1:
                     self.longest_pair = max(self.longest_pair, sorted(x.shape)[-2])
-                self._add(x.untyped_storage())
+                if x.untyped_storage()._cdata not in self._known:
+                    self._live.hold(x)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        size, key = storage.nbytes(), storage._cdata
-        if key in self._known or (key in self._held and not self._held[key][0].expired()):
-            return
-        self._held[key] = StorageWeakRef(storage), size
-        self._sum += size
-        if self._sum > self.peak:  # perhaps a new peak: count exactly
-            self.peak = max(self.peak, self.held())
+    @property
+    def peak(self) -> int:
+        return self._live.peak
 
     def held(self) -> int:
         """Bytes that are held now."""
-        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-        self._sum = sum(size for _, size in self._held.values())
-        return self._sum
+        return self._live.now
