@@ -119,16 +119,17 @@ def run(words: list[str]) -> int:
     if config.search:
         return _search(config, asked, efficiency, source)
     found = answer(asked, efficiency)
-    tables = report.tables(found, config.tokens)
+    name = config.model.name
+    tables = report.tables(found, name, config.tokens)
     _print(tables)
     print(f"efficiencies: {source}")
     for warning in found.warnings:
         print(f"warning: {warning}")
     if config.out:
         texts = {
-            ".json": json.dumps(report.as_data(found, config.tokens), indent=2) + "\n",
-            ".md": report.markdown(tables, found.warnings),
-            ".svg": report.picture(found, f"{config.model.name} on {config.cluster.gpus} {config.cluster.card}"),
+            ".json": json.dumps(report.as_data(found, name, config.tokens, source), indent=2) + "\n",
+            ".md": report.markdown(tables, found.warnings, [f"efficiencies: {source}"]),
+            ".svg": report.picture(found, f"{name} on {config.cluster.gpus} {config.cluster.card}"),
         }
         _write(Path(config.out), texts)
     return 0
@@ -146,7 +147,9 @@ def _dry_run(config: PlanConfig) -> int:
     for note in notes:
         print(note)
     if config.out:
-        _write(Path(config.out), {".json": json.dumps(data, indent=2) + "\n", ".md": report.markdown(tables, notes)})
+        _write(
+            Path(config.out), {".json": json.dumps(data, indent=2) + "\n", ".md": report.markdown(tables, [], notes)}
+        )
     return 0
 
 
@@ -208,46 +211,11 @@ def _measured(config: PlanConfig) -> int:
 
 
 def _search(config: PlanConfig, asked: Request, efficiency: Efficiency, source: str) -> int:
-    """Print the best layouts; `out` takes the first as values for `train`."""
-    result = search.search(asked, efficiency)
-    header = [
-        "",
-        "tp",
-        "cp",
-        "pp",
-        "dp",
-        "ep",
-        "zero",
-        "schedule",
-        "mb",
-        "recompute",
-        "step s",
-        "tokens/s/GPU",
-        "GB",
-        "",
-    ]
-    rows = []
-    for position, found in enumerate(result.best, start=1):
-        strategy = found.answer.request.strategy
-        layout = strategy.layout
-        axes = [layout.tp, layout.cp, layout.pp, layout.dp, layout.ep, strategy.zero]
-        name = strategy.schedule + (f" x{strategy.virtual_stages}" if strategy.virtual_stages > 1 else "")
-        rows.append(
-            [
-                *map(str, [position, *axes, name, strategy.micro_batch]),
-                " ".join(sorted(strategy.recompute)),
-                f"{found.seconds:.3f}",
-                f"{found.answer.tokens_per_s_per_gpu:.0f}",
-                f"{found.answer.peak_bytes / report.GB:.1f}",
-                search.why(found, result.best[0]),
-            ]
-        )
-    train, gpus = config.train, asked.cluster.gpus
-    title = (
-        f"The fastest layouts of {gpus} {asked.cluster.card} for {train.global_batch:,} sequences of {train.seq_len:,} "
-        f"tokens a step ({result.candidates} possible, {result.planned} planned in full, {result.too_large} too large)"
-    )
-    _print([report.Table(title, header, rows)])
+    """Print the best layouts; `out` takes the first that `train` runs as values for it."""
+    from moe_engine.cli.plan_search import table, to_train
+
+    result, train, gpus = search.search(asked, efficiency), config.train, asked.cluster.gpus
+    _print([table(result, train)])
     print(f"efficiencies: {source}")
     if train.global_batch < gpus:
         print(
@@ -257,12 +225,15 @@ def _search(config: PlanConfig, asked: Request, efficiency: Efficiency, source: 
     across = search.tensor_parallel_across_nodes(result, efficiency)
     if across:
         print(across)
-    values = search.override(result.best[0])
+    chosen, why = to_train(result, config, efficiency)
+    if why:
+        print(why)
+    values = search.override(chosen)
     if config.out:
         out_file.write(config.out, values)
         print(f"values for `moe-engine train` written to {config.out}")
     else:
-        print(f"the first as values for `moe-engine train`:\n{values}", end="")
+        print(f"as values for `moe-engine train`:\n{values}", end="")
     return 0
 
 

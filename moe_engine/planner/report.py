@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -32,32 +33,56 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(answer: Answer, tokens: float) -> list[Table]:
-    """Everything that the command prints."""
-    return [_memory_table(answer), _activation_table(answer), _time_table(answer), _summary_table(answer, tokens)]
+def tables(answer: Answer, name: str, tokens: float) -> list[Table]:
+    """Everything that the command prints in tables. name: of the model."""
+    return [_memory_table(answer), _activation_table(answer), _time_table(answer), _summary_table(answer, name, tokens)]
 
 
-def markdown(found: list[Table], warnings: list[str]) -> str:
-    """The tables as markdown; warnings at the end."""
+def markdown(found: list[Table], warnings: list[str], notes: Sequence[str] = ()) -> str:
+    """The tables as markdown; notes and warnings at the end."""
     lines = []
     for table in found:
         lines += [f"## {table.title}", "", "| " + " | ".join(table.header) + " |"]
         lines.append("|" + "---|" * len(table.header))
         lines += ["| " + " | ".join(row) + " |" for row in table.rows] + [""]
-    if warnings:
-        lines += ["## Warnings", "", *(f"* {warning}" for warning in warnings), ""]
+    for heading, texts in (("Notes", notes), ("Warnings", warnings)):
+        if texts:
+            lines += [f"## {heading}", "", *(f"* {text}" for text in texts), ""]
     return "\n".join(lines)
 
 
-def as_data(answer: Answer, tokens: float) -> dict[str, Any]:
-    """The answer for machines: plain numbers, bytes and seconds."""
+def as_data(answer: Answer, name: str, tokens: float, source: str) -> dict[str, Any]:
+    """The answer for machines: plain numbers, bytes and seconds. source: of the efficiencies."""
     strategy, cluster, time = answer.request.strategy, answer.request.cluster, answer.time
     layout = strategy.layout
     return {
+        "model": name,
         "layout": {**vars(layout), "etp": strategy.etp, "zero": strategy.zero, "world": layout.world},
-        "schedule": {"name": strategy.schedule, "micro_batches": strategy.micro_batches, "bubble": time.bubble},
+        "schedule": {
+            "name": strategy.schedule,
+            "virtual_stages": strategy.virtual_stages,
+            "stage_layers": [len(stage.layers) for stage in answer.cut.stages],
+            "micro_batches": strategy.micro_batches,
+            "bubble": time.bubble,
+        },
+        "batch": {
+            "global_batch": strategy.global_batch,
+            "micro_batch": strategy.micro_batch,
+            "seq_len": strategy.seq_len,
+        },
+        "precision": dict(vars(strategy.precision)),
+        "recompute": sorted(strategy.recompute),
+        "assumed": {
+            "load": answer.request.load,
+            "keeping": answer.request.keeping,
+            "dispatch": strategy.dispatch,
+            "sequence_parallel": strategy.sequence_parallel,
+            "shard": strategy.shard,
+            "hidden": dict(vars(strategy.overlap)),
+        },
         "cluster": dict(vars(cluster)),
         "efficiency": dict(vars(answer.efficiency)),
+        "efficiency_source": source,
         "parameters": answer.request.model.parameters(),
         "memory": [
             {
@@ -99,7 +124,7 @@ def picture(answer: Answer, title: str) -> str:
         f'font-size="11"><rect width="1000" height="{height}" fill="white"/>',
         f'<text x="10" y="20" font-size="14">{escape(title)}</text>',
     ]
-    limit = answer.request.cluster.memory_gb
+    limit = room(answer.request.cluster) / GB
     parts += _bars(memory, 40, max(limit, max(sum(row.values()) for _, row in memory)), "GB", limit)
     parts += _bars(time, 40 + 24 * len(memory) + 70, sum(time[0][1].values()), "s", None)
     return "\n".join([*parts, "</svg>", ""])
@@ -135,14 +160,20 @@ def _bars(
     return parts
 
 
+def _decimals(largest: float, usual: int) -> int:
+    """Decimals of a table's column: more than usual where all that stands in it is small."""
+    return usual if largest >= 1 else usual + 3
+
+
 def _memory_table(answer: Answer) -> Table:
     rows = []
+    digits = _decimals(answer.peak_bytes / GB, 2)
     for rank in answer.memory:
-        parts = [f"{value / GB:.2f}" for value in rank.parts().values()]
+        parts = [f"{value / GB:.{digits}f}" for value in rank.parts().values()]
         in_flight = "+".join(map(str, rank.in_flight))
         margin = room(answer.request.cluster) - rank.total
         held = ",".join(map(str, rank.stages))
-        rows.append([str(rank.pp), held, in_flight, *parts, f"{rank.total / GB:.2f}", f"{margin / GB:+.2f}"])
+        rows.append([str(rank.pp), held, in_flight, *parts, f"{rank.total / GB:.{digits}f}", f"{margin / GB:+.2f}"])
     cluster = answer.request.cluster
     title = (
         f"Memory, GB on one rank of each pipeline rank ({cluster.card}: {cluster.memory_gb:g} GB, "
@@ -154,28 +185,35 @@ def _memory_table(answer: Answer) -> Table:
 def _activation_table(answer: Answer) -> Table:
     fullest = max(answer.memory, key=lambda rank: rank.total)
     ordered = sorted(fullest.activations.items(), key=lambda item: -item[1])
-    rows = [[name, f"{size / GB:.3f}", f"{size / max(1.0, fullest.activation_bytes):.1%}"] for name, size in ordered]
-    rows += [[f"buffer: {name}", f"{size / GB:.3f}", ""] for name, size in fullest.buffers.items()]
+    whole = fullest.activation_bytes
+    digits = _decimals(whole / GB, 3)
+    rows = [[name, f"{size / GB:.{digits}f}", f"{size / max(1.0, whole):.1%}"] for name, size in ordered]
+    rows += [[f"buffer: {name}", f"{size / GB:.{digits}f}", ""] for name, size in fullest.buffers.items()]
     return Table(f"Kept for backward on pipeline rank {fullest.pp}, the fullest", ["tensor", "GB", "share"], rows)
 
 
 def _time_table(answer: Answer) -> Table:
     time = answer.time
-    rows = [[part, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}"] for part, seconds in time.parts.items()]
-    rows.append(["step", f"{time.seconds:.3f}", "100.0%"])
-    rows += [[f"communication: {kind}", f"{seconds:.3f}", ""] for kind, seconds in time.communication.items()]
-    rows.append(["of it hidden", f"{time.hidden:.3f}", ""])
+    digits = _decimals(time.seconds, 3)
+    rows = [[part, f"{seconds:.{digits}f}", f"{seconds / time.seconds:.1%}"] for part, seconds in time.parts.items()]
+    rows.append(["step", f"{time.seconds:.{digits}f}", "100.0%"])
+    rows += [[f"communication: {kind}", f"{seconds:.{digits}f}", ""] for kind, seconds in time.communication.items()]
+    rows.append(["of it hidden", f"{time.hidden:.{digits}f}", ""])
     return Table("Time of a step, seconds on the busiest rank", ["part", "seconds", "share"], rows)
 
 
-def _summary_table(answer: Answer, tokens: float) -> Table:
+def _summary_table(answer: Answer, name: str, tokens: float) -> Table:
     strategy = answer.request.strategy
-    layout = strategy.layout
+    layout, precision = strategy.layout, strategy.precision
+    recompute = " ".join(sorted(strategy.recompute)) or "none"
     rows = [
+        ["model", f"{name}, {answer.request.model.parameters():,} parameters"],
         [
             "layout",
-            f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}, ep {layout.ep}, etp {strategy.etp}",
+            f"pp {layout.pp} x dp {layout.dp} x cp {layout.cp} x tp {layout.tp}, ep {layout.ep}, etp {strategy.etp}, "
+            f"ZeRO-{strategy.zero}",
         ],
+        ["products, recompute", f"{precision.compute}, {recompute}"],
         ["schedule", f"{strategy.schedule}, {strategy.micro_batches} micro-batches of {strategy.micro_batch}"],
         ["batch", f"{strategy.global_batch} x {strategy.seq_len} tokens"],
         ["tokens/s/GPU", f"{answer.tokens_per_s_per_gpu:.0f}"],

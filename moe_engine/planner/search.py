@@ -8,21 +8,24 @@ result depends on nothing but the question.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.schema import TrainConfig
 from moe_engine.layout import Layout
 from moe_engine.planner.answer import Answer, answer, room
 from moe_engine.planner.hardware import Efficiency
 from moe_engine.planner.memory import least_states, rank_memory
 from moe_engine.planner.request import Request
 from moe_engine.planner.stages import cut
-from moe_engine.planner.strategy import Strategy
+from moe_engine.planner.strategy import Strategy, recompute_section
 from moe_engine.planner.timing import block_cost, head_cost
 from moe_engine.planner.work import Rates
 
 KEPT = 10
+MOST_DOUBLINGS = 12  # of a cluster, where nothing fits and one is looked for that has room
 MOST_PLANNED = 1500  # in full; more than any question needed so far
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipev")
 PAIRED = ("dualpipe", "dualpipev")
@@ -62,13 +65,23 @@ class Result:
     too_large: int
 
 
-def search(request: Request, efficiency: Efficiency) -> Result:
+def search(request: Request, efficiency: Efficiency, of_engine: bool = False) -> Result:
     """The fastest layouts for the request's model, batch and cluster; its own layout is only a candidate among others.
 
     Kept as they are: batch, sequence length, precision, ZeRO stage (3 is tried too where it is not asked for), etp.
-    Raises ConfigError when nothing fits.
+    of_engine: without tensor parallelism and ZeRO-3, which the engine does not have. Raises ConfigError when nothing
+    fits.
     """
-    bounded = sorted(_candidates(request, efficiency), key=lambda pair: (pair[0], _order(pair[1])))
+    candidates: Iterable[tuple[float, Strategy]] = _candidates(request, efficiency)
+    if of_engine:
+        candidates = (pair for pair in candidates if pair[1].layout.tp == 1 and pair[1].zero < 3)
+    bounded = sorted(candidates, key=lambda pair: (pair[0], _order(pair[1])))
+    if not bounded:
+        batch, gpus = request.strategy.global_batch, request.cluster.gpus
+        raise ConfigError(
+            f"train.global_batch={batch}: no layout of {gpus} cards shares it out in whole sequences; "
+            f"use train.global_batch={math.ceil(batch / gpus) * gpus}, or another cluster.gpus"
+        )
     kept: dict[tuple[object, ...], Found] = {}
     states: dict[tuple[object, ...], float] = {}
     planned = too_large = 0
@@ -97,11 +110,54 @@ def search(request: Request, efficiency: Efficiency) -> Result:
             kept[found.key] = found
     if not kept:
         raise ConfigError(
-            f"cluster.gpus={request.cluster.gpus}: no layout of {len(bounded)} fits on {request.cluster.card}; "
-            f"use cluster.gpus={2 * request.cluster.gpus}, or a card with more memory"
+            f"cluster.gpus={request.cluster.gpus}: no layout of {len(bounded)} fits on {request.cluster.card} with "
+            f"{room(request.cluster) / 1e9:g} GB for tensors; {_what_fits(request)}"
         )
     best = sorted(kept.values(), key=lambda found: (found.seconds, _order(found.answer.request.strategy)))[:KEPT]
     return Result(best, len(bounded), planned, too_large)
+
+
+def _what_fits(request: Request) -> str:
+    """The smallest cluster, by doubling, that has a layout with room for the model; what the best needs where none has.
+
+    The smallest need: micro-batches of one sequence, everything computed again, plain 1F1B.
+    """
+    batch, least = request.strategy.global_batch, math.inf
+    for doublings in range(MOST_DOUBLINGS + 1):
+        gpus = request.cluster.gpus * 2**doublings
+        sequences = math.ceil(batch / gpus) * gpus
+        asked = replace(
+            request,
+            cluster=replace(request.cluster, gpus=gpus),
+            strategy=replace(request.strategy, layout=Layout(), micro_batch=1, micro_batches=sequences),
+        )
+        least = min(least, _least_bytes(asked))
+        if least <= room(request.cluster):
+            also = f" with train.global_batch={sequences}" if sequences != batch else ""
+            return f"use cluster.gpus={gpus}{also}, or a card with more memory"
+    return (
+        f"the least that a card needs, on up to {request.cluster.gpus * 2**MOST_DOUBLINGS} of them, is "
+        f"{least / 1e9:.3g} GB; use a card with more memory (cluster.memory_gb), or a smaller model"
+    )
+
+
+def _least_bytes(request: Request) -> float:
+    """Bytes of the fullest rank in the layout that needs least, with everything computed again."""
+    least = math.inf
+    for layout, zero in _layouts(request):
+        micro_batches = request.strategy.global_batch // layout.dp
+        small = replace(
+            request.strategy,
+            layout=layout,
+            zero=zero,
+            micro_batches=micro_batches,
+            recompute=frozenset({"full"}),
+            stage_layers=(),
+        )
+        held = cut(request.model, small)
+        if least_states(held) < least:
+            least = min(least, max(rank.total for rank in rank_memory(held, request.keeping, request.load)))
+    return least
 
 
 def why(found: Found, first: Found) -> str:
@@ -112,8 +168,11 @@ def why(found: Found, first: Found) -> str:
     differences = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in {*ours, *theirs}}
     total = found.seconds - first.seconds
     worst = sorted(differences.items(), key=lambda item: (-item[1], item[0]))[:2]
-    spoken = {"hidden by pairs": "hides less in pairs,"}
-    words = ", ".join(f"{spoken.get(name, name)} {seconds:+.2f} s" for name, seconds in worst if seconds > 0.005)
+    spoken = {"hidden by pairs": "hides less in pairs,", "launches beside products": "hides fewer launches,"}
+    unit, scale = ("s", 1.0) if first.seconds >= 1 else ("ms", 1000.0)
+    words = ", ".join(
+        f"{spoken.get(name, name)} {seconds * scale:+.2f} {unit}" for name, seconds in worst if seconds * scale > 0.005
+    )
     return f"{total / first.seconds:+.1%}: {words or 'many small parts'}"
 
 
@@ -138,13 +197,18 @@ def tensor_parallel_across_nodes(result: Result, efficiency: Efficiency) -> str 
 def override(found: Found) -> str:
     """The layout as YAML that `moe-engine train` takes."""
     strategy = found.answer.request.strategy
-    layout = strategy.layout
+    layout, recompute = strategy.layout, recompute_section(strategy.recompute)
     lines = ["parallel:"]
     lines += [f"  {axis}: {getattr(layout, axis)}" for axis in ("pp", "dp", "cp", "ep", "tp")]
     lines += [f"  zero: {strategy.zero}", "pipeline:", f"  schedule: {strategy.schedule}"]
-    lines += [f"  virtual_stages: {strategy.virtual_stages}", "train:"]
-    lines += [f"  global_batch: {strategy.global_batch}", f"  micro_batch: {strategy.micro_batch}"]
-    return "\n".join([*lines, f"  seq_len: {strategy.seq_len}", ""])
+    lines += [f"  virtual_stages: {strategy.virtual_stages}", "recompute:", f"  mode: {recompute.mode}"]
+    lines += [f"  names: [{', '.join(recompute.names)}]"] if recompute.mode == "selective" else []
+    lines += ["train:", f"  global_batch: {strategy.global_batch}", f"  micro_batch: {strategy.micro_batch}"]
+    lines += [f"  seq_len: {strategy.seq_len}"]
+    usual = TrainConfig().eval_sequences
+    if usual % layout.dp:  # as many on each replica
+        lines += [f"  eval_sequences: {max(1, usual // layout.dp) * layout.dp}"]
+    return "\n".join([*lines, ""])
 
 
 def _with_tp(found: Found, tp: int, efficiency: Efficiency) -> Answer | None:
@@ -213,7 +277,7 @@ def _layouts(request: Request) -> Iterator[tuple[Layout, int]]:
                         continue
                     layout = Layout(pp, dp, cp, tp, ep)
                     yield layout, request.strategy.zero
-                    if pp == 1 and request.strategy.zero < 3:
+                    if pp == 1 and dp * cp > 1 and request.strategy.zero < 3:
                         yield layout, 3
 
 

@@ -118,10 +118,12 @@ def step_time(work: StepWork, efficiency: Efficiency) -> StepTime:
             communication["context parallel"] += whole.cp / efficiency.links * times
             communication["dispatch and combine"] += whole.ep / efficiency.links * times
     busy = _busy(work, costs, busiest) * strategy.micro_batches
-    unlike = busy - sum(parts.values())  # overlapped pairs hide some; ZeRO-3 adds its exchange to every pass
+    # overlapped pairs hide some, and products the launches of others; ZeRO-3 adds its exchange to every pass
+    unlike, paired = busy - sum(parts.values()), has_pairs(name, pp)
     if abs(unlike) > 1e-9 * busy:
-        parts["hidden by pairs" if unlike < 0 else "ZeRO-3 exchange"] = unlike
-        hidden -= min(0.0, unlike)
+        hiding = "hidden by pairs" if paired else "launches beside products"
+        parts[hiding if unlike < 0 else "ZeRO-3 exchange"] = unlike
+        hidden -= min(0.0, unlike) if paired else 0.0
     parts["bubble"] = makespan - busy
     once = _exposed_once(work, efficiency, costs)
     parts |= once

@@ -29,7 +29,10 @@ def test_nothing_said_plans_the_tiny_model(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_plan_writes_json_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("model=mini_v3", "parallel.pp=2", f"out={tmp_path / 'plan'}", "tokens=1e9", *SMALL) == 0
+    assert (
+        run("model=mini_v3", "parallel.pp=2", f"out={tmp_path / 'plan'}", "tokens=1e9", "plan.recompute=[norm]", *SMALL)
+        == 0
+    )
     data = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert data["layout"]["world"] == 16
     assert len(data["memory"]) == 2
@@ -40,7 +43,12 @@ def test_plan_writes_json_markdown_and_a_picture(tmp_path: Path, capsys: pytest.
     per_step = 64 * 1024
     assert data["tokens_per_s_per_gpu"] == pytest.approx(per_step / data["time"]["step_s"] / 16)
     assert data["days"] * 86400 == pytest.approx(1e9 / per_step * data["time"]["step_s"])
-    assert "| rank |" in (tmp_path / "plan" / "plan.md").read_text()
+    assert (data["model"], data["recompute"], data["batch"]["micro_batch"]) == ("mini_v3", ["norm"], 1)
+    text, printed = (tmp_path / "plan" / "plan.md").read_text(), capsys.readouterr().out
+    assert f"efficiencies: {data['efficiency_source']}" in text and data["efficiency_source"] in printed
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    cells = {cell for row in rows for cell in row if cell.strip("-")}
+    assert len(cells) > 60 and all(" ".join(cell.split()) in " ".join(printed.split()) for cell in cells)
     assert (tmp_path / "plan" / "plan.svg").read_text().startswith("<svg")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,10 +64,22 @@ def test_every_loser_has_a_reason(result: Result) -> None:
     assert all(reason.startswith("+") and ":" in reason for reason in reasons[1:])
 
 
-def test_nothing_fits() -> None:
-    small = ClusterConfig(gpus=16, memory_gb=5.0)
-    with pytest.raises(ConfigError, match=r"cluster.gpus=16: no layout of \d+ fits on H100; use cluster.gpus=32"):
-        search(Request(MODEL, REQUEST.strategy, small, 1.0, "engine"), Efficiency())
+@pytest.mark.parametrize(
+    ("gpus", "memory_gb", "batch", "message"),
+    [
+        (2, 8.0, 8, r"cluster.gpus=2: no layout of \d+ fits on H100 with 4 GB for tensors; use cluster.gpus=4, or"),
+        (2, 4.01, 8, r"the least that a card needs, on up to 8192 of them, is 0\.\d+ GB; use a card with more memory"),
+        (7, 80.0, 32, r"train.global_batch=32: no layout of 7 cards shares it out .*; use train.global_batch=35"),
+    ],
+)
+def test_nothing_fits_and_what_would(gpus: int, memory_gb: float, batch: int, message: str) -> None:
+    dense = Architecture(32000, 2048, 8, 8, 8192, 2, 2, 128, 128)
+    cluster = ClusterConfig(gpus=gpus, memory_gb=memory_gb)
+    request = Request(dense, Strategy(micro_batches=batch, seq_len=2048), cluster, 1.0, "engine")
+    with pytest.raises(ConfigError, match=message) as refusal:
+        search(request, Efficiency())
+    for named in re.findall(r"use cluster.gpus=(\d+)", str(refusal.value)):
+        assert search(replace(request, cluster=replace(cluster, gpus=int(named))), Efficiency()).best
 
 
 def test_the_first_is_values_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +91,29 @@ def test_the_first_is_values_that_train_takes(tmp_path: Path, capsys: pytest.Cap
     assert isinstance(config, Config)
     validate(config, world=8)
     assert (config.train.global_batch, config.train.seq_len) == (32, 1024)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=tiny", "cluster.gpus=96", "train.global_batch=96"], "eval_sequences: 96"),
+        # with tensor parallelism first, which the engine does not have
+        (
+            ["model=mixtral_8x7b", "model.num_layers=4", "cluster=a100_40gb", "cluster.gpus=4", "train.global_batch=4"],
+            "does not run the first (parallel.tp=2",
+        ),
+    ],
+)
+def test_what_is_printed_can_be_trained(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "search=true", *words]) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    (tmp_path / "best.yaml").write_text(out.partition("`moe-engine train`:\n")[2])
+    ranks = next(word for word in words if word.startswith("cluster.gpus=")).removeprefix("cluster.gpus=")
+    of_model = [word for word in words if word.startswith("model")]
+    assert main(["train", *of_model, str(tmp_path / "best.yaml"), f"run.ranks={ranks}", "run.check=true"]) == 0
 
 
 def published(words: list[str]) -> searching.Result:
