@@ -70,14 +70,27 @@ def validate_moe(config: MoEConfig) -> None:
     rules = _Rules(config)
     rules.at_least(1, "dim")
     rules.at_least(0, "init_std")
-    rules.one_of("activation", _CHOICES["activation"])
     check_routing(rules, "", "")
+    _check_activation(rules)
+    rules.finish()
+
+
+def validate_activation(activation: str, gated: bool, swiglu_limit: float) -> None:
+    """Check what stands between an expert's projections, for experts without a layer. Raises as `validate_moe`."""
+    rules = _Rules(MoEConfig(1, 1, 1, 1, activation=activation, gated=gated, swiglu_limit=swiglu_limit))
+    rules.at_least(0, "swiglu_limit")
+    _check_activation(rules)
+    rules.finish()
+
+
+def _check_activation(rules: _Rules) -> None:
+    config = rules.config
+    rules.one_of("activation", _CHOICES["activation"])
     if rules.sound("swiglu_limit", "activation") and config.swiglu_limit > 0:
         if not config.gated:
             rules.refuse("swiglu_limit", "there is a gate to clamp only in gated experts; use gated=true")
         if config.activation != "silu":
             rules.refuse("swiglu_limit", "the clamped activation takes the place of silu; use activation=silu")
-    rules.finish()
 
 
 def resolve(config: Config, world: int | None = None) -> Config:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.lost import explain
 
 
@@ -124,8 +125,13 @@ class Communicator:
     @classmethod
     def of_group(cls, group: Any) -> Communicator:
         """Wrap what somebody else made (an imported layer's `ep_group`): a process group or a DeviceMesh axis."""
-        if isinstance(group, DeviceMesh):
-            group = group.get_group()  # raises for more than one dimension
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"group={group!r}: a process group of this rank or a one-dimensional DeviceMesh is expected, for "
+                "example torch.distributed.group.WORLD after init_process_group"
+            )
         ranks = dist.get_process_group_ranks(group)
         return cls("given", ranks, dist.get_rank(), group if len(ranks) > 1 else None)
 

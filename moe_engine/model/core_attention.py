@@ -29,6 +29,7 @@ from torch import Tensor
 from moe_engine.model.paired_attention import Flash, PairedVisible, paired_backward, paired_forward
 from moe_engine.ops.attention import attention, attention_backward, attention_forward
 from moe_engine.ops.autocast import without_autocast
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.rotary import Turn
 from moe_engine.ops.short_attention import is_short, latent_attention
 from moe_engine.ops.visible import Visible
@@ -117,6 +118,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,), (q, k, v, sinks, out, lse) = grads, ctx.saved_tensors
         d_q, d_k, d_v = share_backward(d_out, q, k, v, out, lse, ctx.visible, ctx.scale, q.dtype)

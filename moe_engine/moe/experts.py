@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_engine.config.schema import MoEConfig
+from moe_engine.config.validate import validate_activation
 from moe_engine.moe.dispatch import Rows
 from moe_engine.ops.attach import scale_gradient
 from moe_engine.ops.backend import check_backend
@@ -165,10 +166,14 @@ def experts_forward(
     gate_up [e, 2F, D], gate rows first (gated=False: [e, F, D]); down [e, D, F]; the biases [e, 2F] and [e, D].
     activation, gated, swiglu_limit: as in `MoEConfig`; backend: as in `MoELayer`. A token's experts are summed
     in fp32 in the order of `ids`.
-    Differentiable in everything but ids. Raises ValueError where the shapes do not fit.
+    Differentiable in everything but ids. Raises ValueError where shapes or kinds of numbers do not fit, ConfigError for
+    an activation or a backend that there is not.
     """
     kind = Activation(activation, gated, swiglu_limit)
+    if kind != Activation():
+        validate_activation(activation, gated, swiglu_limit)
     _check_shapes(x, ids, weights, gate_up, down, kind)
+    _check_biases(gate_up_bias, down_bias, gate_up, down)
     if backend != "auto":
         check_backend(backend, kind == Activation() and gate_up_bias is None and down_bias is None, None)
     K = ids.shape[-1]
@@ -188,6 +193,12 @@ def rows_of_choices(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int) -
 
 
 def _check_shapes(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kind: Activation) -> None:
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or not x.is_floating_point() or not ids.dim() or not ids.shape[-1]:
+        raise ValueError(
+            f"ids {list(ids.shape)} {ids.dtype}, x {x.dtype}: ids must be whole numbers, at least one for a token, as "
+            "torch.topk gives them, and x floating-point numbers"
+        )
     if ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
         found = f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)}"
         raise ValueError(f"{found}: x must be [..., D], ids and weights [..., K] with the same leading dimensions")
@@ -197,3 +208,9 @@ def _check_shapes(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
             f"gate_up {list(gate_up.shape)}, down {list(down.shape)}, x {list(x.shape)}: gate_up must be "
             f"[e, {width}, D] and down [e, D, F]"
         )
+
+
+def _check_biases(gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up: Tensor, down: Tensor) -> None:
+    for name, bias, matrix in (("gate_up_bias", gate_up_bias, gate_up), ("down_bias", down_bias, down)):
+        if bias is not None and bias.shape != matrix.shape[:2]:
+            raise ValueError(f"{name} {list(bias.shape)}: must be {list(matrix.shape[:2])}, a number for each output")

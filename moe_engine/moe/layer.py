@@ -32,7 +32,7 @@ from moe_engine.moe.dispatch import graph
 from moe_engine.moe.experts import Experts, activation_of
 from moe_engine.moe.mlp import DenseMLP, SharedGate
 from moe_engine.moe.placement import ExpertPlacement
-from moe_engine.moe.router import Router, Routing
+from moe_engine.moe.router import Router, Routing, check_start, check_tokens
 from moe_engine.ops.attach import attach
 from moe_engine.ops.autocast import check_precision, products_in
 from moe_engine.ops.backend import check_backend
@@ -104,6 +104,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         validate_moe(config)
+        check_start(name, seed, dtype)
         if ep_group is not None:
             ep = ep_counts = Communicator.of_group(ep_group)
         self.config = config
@@ -291,8 +292,10 @@ class MoELayer(nn.Module):
 
         token_mask: False for padding, which is routed but counts neither as load nor in the balance losses.
         With return_aux also the weighted balance loss, averaged over the sequences of this call (those with any token),
-        and z-loss, averaged over its tokens: their sum, a scalar (to look at only, where it is attached).
+        and z-loss, averaged over its tokens: their sum, a scalar (to look at only, where it is attached). Raises
+        ValueError where x or token_mask are something else.
         """
+        check_tokens(x, token_mask, self.config.dim)
         if self.precision is None:
             out, aux = self._forward(x, token_mask, queue)
         else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import MoEConfig
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.moe.balance import update_expert_bias
@@ -61,6 +62,7 @@ class Router(nn.Module):
         seed: int | None = 0,
     ) -> None:
         super().__init__()
+        check_start(name, seed, dtype)
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim, dtype=dtype, device=device))
         self.bias: nn.Parameter | None = None
@@ -78,8 +80,9 @@ class Router(nn.Module):
         """x [..., D], token_mask [...] bool (False for padding, which is routed but not counted).
 
         expert_ids [..., K] int64, ascending: a choice made elsewhere, in place of the router's own; the weights are the
-        router's all the same.
+        router's all the same. Raises ValueError where x or token_mask are something else.
         """
+        check_tokens(x, token_mask, self.config.dim)
         flat = x.reshape(-1, x.shape[-1])
         if expert_ids is not None:
             expert_ids = expert_ids.reshape(-1, self.config.top_k)
@@ -97,7 +100,7 @@ class Router(nn.Module):
         expert_ids, weights, scores, loads = route(logits, self.expert_bias, token_mask, config, expert_ids)
         if self.training:
             if self.num_tokens_per_expert.device != x.device:  # a wrapper moved parameters and buffers alone
-                self.num_tokens_per_expert = self.num_tokens_per_expert.to(x.device)
+                self._move_counts(x.device)
             weights = count_on_backward(weights, self.num_tokens_per_expert, expert_ids, token_mask, loads)
         return Routing(expert_ids, weights, logits, scores)
 
@@ -116,15 +119,43 @@ class Router(nn.Module):
         self.num_tokens_per_expert.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        bias, counts = self.expert_bias, self.num_tokens_per_expert
+        bias = self.expert_bias
         super()._apply(fn, recurse)
         # `fn` may have cast: take back the old values and keep only the device.
         if self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
-        device = self.expert_bias.device
-        self.num_tokens_per_expert = torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
+        self._move_counts(self.expert_bias.device)
         return self
+
+    def _move_counts(self, device: torch.device) -> None:
+        counts = self.num_tokens_per_expert
+        self.num_tokens_per_expert = torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.expert_bias = self.expert_bias.float()  # load_state_dict(assign=True) takes any dtype
+        self.expert_bias = self.expert_bias.float()  # load_state_dict(assign=True) takes any dtype, and another device
+        self._move_counts(self.expert_bias.device)
+
+
+def check_start(name: str, seed: int | None, dtype: torch.dtype | None) -> None:
+    """Raises ConfigError, a line for each, for what parameters cannot be named, drawn from or kept in."""
+    problems = []
+    if not isinstance(name, str):
+        problems.append(f"name={name}: text is expected, for example name=moe")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        problems.append(f"seed={seed}: a whole number is expected, or None, for example seed=0")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        problems.append(f"dtype={dtype}: parameters are fp64, fp32, fp16 or bf16; use dtype=torch.bfloat16")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_tokens(x: Tensor, token_mask: Tensor | None, dim: int) -> None:
+    """Raises ValueError unless x is [..., dim] numbers and token_mask, if there is one, [...] bool."""
+    if x.dim() == 0 or x.shape[-1] != dim or not x.is_floating_point():
+        raise ValueError(f"x={list(x.shape)} {x.dtype}: must be [..., {dim}], dim={dim}, of floating-point numbers")
+    if token_mask is None:
+        return
+    if token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool:
+        found = f"token_mask={list(token_mask.shape)} {token_mask.dtype}"
+        raise ValueError(f"{found}: must be bool, {list(x.shape[:-1])} for x {list(x.shape)}; use mask.bool()")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from moe_engine.ops.first_order import first_order
 from moe_kernels.reference.route import log_sigmoid, sigmoid
 
 __all__ = ["log_sigmoid", "sigmoid", "swiglu"]
@@ -20,6 +21,7 @@ class _SwiGLU(torch.autograd.Function):
         return moe_kernels.swiglu(gate_up, weight)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate_up, weight = ctx.saved_tensors
         return moe_kernels.swiglu_backward(grads[0], gate_up, weight)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from moe_engine.ops.first_order import first_order
 
 
 class _AddVector(torch.autograd.Function):
@@ -40,6 +41,7 @@ class _AddBias(torch.autograd.Function):
         return moe_kernels.add_bias(rows, weight, bias, counts)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         weight, bias = ctx.saved_tensors
         d_weight, d_bias = moe_kernels.add_bias_backward(grads[0], weight, bias, ctx.counts)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.fp8 import Codes, dequantize
 
 
@@ -29,6 +30,7 @@ class _Numbers(torch.autograd.Function):
         return dequantize(codes, x.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.activation import sigmoid, swiglu
+from moe_engine.ops.first_order import first_order
 
 CLAMPED_SLOPE = 1.702  # gpt-oss: gate * sigmoid(1.702 gate), close to gelu
 
@@ -101,6 +102,7 @@ class _Activate(torch.autograd.Function):
         return _calculate(up, weight, activation)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         up, weight = ctx.saved_tensors
         if ctx.activation.limit > 0:
@@ -126,5 +128,9 @@ def expert_activation(up: Tensor, weight: Tensor | None, activation: Activation)
     if activation.gated and activation.name == "silu" and not activation.limit:
         return swiglu(up, weight)
     flat = up.reshape(-1, up.shape[-1])
-    out = _Activate.apply(flat, None if weight is None else weight.reshape(-1), activation)
+    weight = None if weight is None else weight.reshape(-1)
+    if torch.compiler.is_compiling() and not activation.limit:  # a graph differentiates what it holds
+        out = _calculate(flat, weight, activation)
+    else:
+        out = _Activate.apply(flat, weight, activation)
     return out.view(*up.shape[:-1], out.shape[-1])

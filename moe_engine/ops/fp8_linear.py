@@ -21,6 +21,7 @@ from torch import Tensor
 import moe_kernels
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.coded import CodedGradient
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.fp8 import Codes, Fp8, WeightCodes, dequantize, quantize
 from moe_engine.ops.permute import RowMap
 from moe_engine.ops.wgrad_queue import WgradQueue, launch, leaf, weight_gradient
@@ -117,6 +118,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, power_of_two = ctx.saved_tensors, ctx.fp8.power_of_two
         codes = Codes(*saved) if len(saved) == 2 else quantize(saved[0], power_of_two=power_of_two)
@@ -205,6 +207,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, kept_codes, kept_scale, row_weights = ctx.saved_tensors
         x, kept, counts, fp8 = Codes(x_codes, x_scale), Codes(kept_codes, kept_scale), ctx.counts, ctx.fp8

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.activation import sigmoid
+from moe_engine.ops.first_order import first_order
 
 
 class _Gate(torch.autograd.Function):
@@ -19,6 +20,7 @@ class _Gate(torch.autograd.Function):
         return (rows * gate).to(rows.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, x, weight, gate = ctx.saved_tensors
         d_out = grads[0].to(gate.dtype)

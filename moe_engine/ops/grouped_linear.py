@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.linear import widened
 from moe_engine.ops.wgrad_queue import WgradQueue, launch, leaf, waits, weight_gradient
 from moe_kernels import grouped_gemm, grouped_wgrad
@@ -23,6 +24,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (d_out,), (x, weight), counts, queue = grads, ctx.saved_tensors, ctx.counts, ctx.queue
         wide, d_x, d_weight = widened(d_out), None, None

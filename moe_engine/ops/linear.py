@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
 from moe_engine.ops.bias import add_vector
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.fp8 import Fp8
 from moe_engine.ops.fp8_linear import fp8_linears
 from moe_engine.ops.wgrad_queue import WgradQueue, leaf, waits, weight_gradient
@@ -44,6 +45,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (d_out,), (x, weight) = grads, ctx.saved_tensors
         wide = widened(d_out)
@@ -114,6 +116,7 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (d_out,), (x, weight) = grads, ctx.saved_tensors
         d_x = gemm(d_out, weight.to(d_out.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None

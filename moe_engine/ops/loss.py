@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.ops.autocast import cast_operands, without_autocast
+from moe_engine.ops.first_order import first_order
 from moe_engine.ops.linear import widened
 from moe_kernels import gemm, wgrad
 
@@ -42,6 +43,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (d_losses,), (x, weight, labels, log_sums) = grads, ctx.saved_tensors
         d_x, d_weight = torch.empty_like(x), None

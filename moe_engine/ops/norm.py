@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.ops.first_order import first_order
+
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
@@ -17,6 +19,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * inverse).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (d_out,), (x, weight, inverse) = grads, ctx.saved_tensors
         normed = x.to(inverse.dtype) * inverse

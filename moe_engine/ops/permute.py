@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from moe_engine.ops.first_order import first_order
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class _Permute(torch.autograd.Function):
         return moe_kernels.permute(x, rows.source)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return moe_kernels.unpermute(grads[0], ctx.rows.places), None
 
@@ -47,6 +49,7 @@ class _Unpermute(torch.autograd.Function):
         return moe_kernels.unpermute(x, rows.places)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return moe_kernels.permute(grads[0], ctx.rows.source), None
 
@@ -64,6 +67,7 @@ class _StandIn(torch.autograd.Function):
         return x.new_zeros(()).expand(len(rows.source), x.shape[1])
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return moe_kernels.unpermute(grads[0], ctx.rows.places), None
 
@@ -82,6 +86,7 @@ class _PermuteFirst(torch.autograd.Function):
         return first, x.new_zeros(()).expand(len(rows.source) - count, x.shape[1])
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return moe_kernels.unpermute(torch.cat(grads), ctx.rows.places), None, None, None
 
@@ -107,6 +112,7 @@ class _Take(torch.autograd.Function):
         return _take(values, index)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _take(grads[0], ctx.inverse), None, None
 

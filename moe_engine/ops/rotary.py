@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.ops.first_order import first_order
+
 CPU_BLOCK_ELEMENTS = 1 << 17
 BLOCK_ELEMENTS = 1 << 24  # on a device: bounds the memory of a pass, 64 MB in fp32
 
@@ -66,6 +68,7 @@ class _Rotate(torch.autograd.Function):
         return _turn(x, cos, sin, interleaved, start)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _turn(grads[0], cos, -sin, ctx.interleaved, ctx.start), None, None, None, None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import moe_kernels
 from moe_engine.config.schema import MoEConfig
+from moe_engine.ops.first_order import first_order
 from moe_kernels.reference.route import sigmoid, weigh
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -32,6 +33,7 @@ class _Route(torch.autograd.Function):
         return ids, weights, scores, loads
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (logits, ids), d_logits = ctx.saved_tensors, None
         if grads[1] is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from dense_moe import make_config
@@ -152,3 +154,25 @@ def test_bf16_goes_into_one_graph() -> None:
         out.sum().backward()
         gradients.append((out, leaf.grad))
     assert all(torch.equal(*both) for both in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu", "gated": False, "expert_biases": True},
+        {"activation": "relu_squared"},
+        {"swiglu_limit": 0.5},
+    ],
+    ids=["plain", "gated", "clamped"],
+)
+def test_every_kind_of_activation_goes_into_one_graph(changes: dict[str, Any]) -> None:
+    layer, x = MoELayer(make_config(**changes)), torch.randn(20, 24, generator=torch.Generator().manual_seed(0))
+    found = []
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        out.square().sum().backward()
+        found.append([out, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for mine, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, mine)

@@ -193,6 +193,15 @@ def test_to_empty_moves_the_buffers_too() -> None:
     assert router.expert_bias.device.type == router.num_tokens_per_expert.device.type == "cpu"
 
 
+def test_a_layer_on_the_meta_device_takes_a_checkpoint_in_place_of_its_tensors() -> None:
+    layer, source = MoELayer(make_config(capacity_factor=1.0), device="meta"), MoELayer(make_config())
+    layer.load_state_dict(source.state_dict(), assign=True)
+    layer(randn(9, 24)).sum().backward()
+    assert layer.router.num_tokens_per_expert.sum() == 27 and layer.dropped_choices[1] == 27
+    layer.update_balance()
+    assert layer.router.expert_bias.any()
+
+
 class TestCounts:
     """Every token of a training step counts once, in backward."""
 

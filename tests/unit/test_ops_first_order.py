@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from dense_moe import make_config
 from torch import Tensor
 
+from moe_engine import MoELayer, Router
 from moe_engine.moe.dispatch import exchange
 from moe_engine.moe.dispatch.further import further_rows
 from moe_engine.ops.attention import attention
@@ -56,3 +58,29 @@ def test_second_derivatives_are_refused(
     assert torch.equal(grad, expected)
     with pytest.raises(RuntimeError, match="twice"):
         (grad.square().sum() + out.sum()).backward()
+
+
+LAYERS: list[dict[str, Any]] = [
+    {},
+    {"num_shared_experts": 0, "dim": 32, "expert_hidden": 32},
+    {"num_shared_experts": 0, "gated": False, "activation": "gelu", "expert_biases": True},
+    {"shared_gate": True, "swiglu_limit": 1.0, "capacity_factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("changes", LAYERS)
+def test_no_part_of_a_layers_second_derivative_is_left_out_in_silence(changes: dict[str, Any]) -> None:
+    """Also where autograd is asked for inputs alone, and so walks to them alone."""
+    layer = MoELayer(make_config(**changes), dtype=torch.float64)
+    x = torch.randn(6, layer.config.dim, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    for inputs in ([x], list(layer.parameters())):
+        with pytest.raises(RuntimeError, match="twice"):
+            torch.autograd.grad(grad.square().sum(), inputs, allow_unused=True, retain_graph=True)
+
+
+def test_the_second_derivative_of_a_routers_weights_is_refused() -> None:
+    router, x = Router(make_config(), dtype=torch.float64), torch.randn(6, 24, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(router(x).expert_weights.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad(grad.sum(), x)
