@@ -4,12 +4,16 @@ A case is a known model's layer, scaled to the device, in one dtype. All candida
 weights, so that routers are not compared. Each one's output and gradients are compared with a loop in fp64; then its
 memory is counted; then all take turns, a slow one in fewer of the rounds. Memory is that of tensors
 (`bench.live_memory`): `saved` what a forward leaves for its backward, without output, inputs and parameters; `peak` the
-most at once in forward and backward, gradients of the parameters included.
+most at once in forward and backward, gradients of the parameters included. Beside the clock's time stand the
+processor's, the system's part of it, and the pages a call touched first: what new memory costs depends on the machine.
 """
 
 from __future__ import annotations
 
+import resource
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,9 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FIGURES = {"tokens_per_s": ".0f", "saved_mb": ".2f", "peak_mb": ".1f"}
+SPENT = {"cpu_ms": ".1f", "system_ms": ".1f", "page_faults": ".0f"}
+FIGURES = {"tokens_per_s": ".0f", **SPENT, "saved_mb": ".2f", "peak_mb": ".1f"}
+GRADIENTS = ("dropped", "kept")
 FEWEST_ROUNDS = 2  # of a slow candidate
 MULTIPLE = 32  # scaled sizes are multiples of this
 
@@ -71,6 +77,7 @@ class LayerBenchConfig:
     tokens: int = 512
     dtypes: list[str] = field(default_factory=lambda: ["fp32"])
     threads: int = 1
+    gradients: str = "dropped"  # after each call, or kept and added to
     rounds: int = 15
     seconds: float = 5.0  # that a candidate's timed calls of a case may take together, by its last warm-up
     warmup: int = 1
@@ -92,6 +99,7 @@ options:
   tokens=512                of one call
   dtypes=[fp32]             fp32, bf16
   threads=1                 threads of the one process
+  gradients=dropped         dropped after each call, as zero_grad() does, or kept: the next call's are added to them
   rounds=15 warmup=1        timed calls of each candidate, in turns; calls before them
   seconds=5                 of a candidate's timed calls: a slow one has fewer, {FEWEST_ROUNDS} at least
   out=bench/layer           the folder of results; out= writes none
@@ -134,6 +142,8 @@ def _check(config: LayerBenchConfig) -> None:
         value = getattr(config, name)
         if value < smallest:
             problems.append(f"{name}={value}: must be {smallest} or more, for example {name}={smallest}")
+    if config.gradients not in GRADIENTS:
+        problems.append(f"gradients={config.gradients}: they are {' or '.join(GRADIENTS)}")
     if not config.seconds > 0:
         problems.append(f"seconds={config.seconds}: must be above 0, for example seconds=5")
     if config.out and Path(config.out).is_file():
@@ -146,22 +156,25 @@ def _run_case(config: LayerBenchConfig, name: str, dtype: str) -> tuple[list[rec
     scale = config.scale or (1 if torch.cuda.is_available() else 8)
     shape = SHAPES[name].scaled(scale)
     (measured,) = run_ranks(
-        1, config.threads, measure, asdict(shape), config.tokens, dtype, config.warmup, config.rounds, config.seconds
-    )
+        1, config.threads, measure, asdict(shape), config.tokens, dtype, config.warmup, config.rounds, config.seconds,
+        config.gradients == "kept",
+    )  # fmt: skip
     started = time.time()
     results = []
     settings = asdict(shape) | {"shape": name, "scale": scale, "dtype": dtype, "tokens": config.tokens}
     for phase in ("forward", "both"):
         case = f"{phase} {name} {shape} {dtype}"
         for candidate, verdict in measured["verdicts"].items():
-            samples = [sample[phase] for sample in measured["samples"][candidate]]
+            calls = [sample[phase] for sample in measured["samples"][candidate]]
+            samples = [call["seconds"] for call in calls]
             figures = dict(measured["memory"].get(candidate, {})) if phase == "both" else {}
             if samples:
                 figures["tokens_per_s"] = config.tokens / record.summarize(samples).median
+                figures |= _spent_by(calls)
             results.append(
                 record.Result(
                     "layer", case, candidate, f"{case} {started}", samples, record.Verdict(**verdict), figures,
-                    settings | {"phase": phase, "threads": config.threads},
+                    settings | {"phase": phase, "threads": config.threads, "gradients": config.gradients},
                 )
             )  # fmt: skip
     return results, measured["missing"]
@@ -176,8 +189,12 @@ def measure(
     warmup: int,
     rounds: int,
     seconds: float,
+    keep: bool,
 ) -> dict[str, Any]:
-    """Verdicts, memory, and for each right candidate the seconds of its forwards alone and with backward."""
+    """Verdicts, memory, and for each right candidate what its forwards alone and with backward took (`_spent`).
+
+    keep: gradients stay where they are, and the next call's are added.
+    """
     shape = Shape(**sizes)
     inputs, d_out = make_inputs(shape, tokens, DTYPES[dtype], device)
     candidates, missing = peers.candidates(inputs)
@@ -186,7 +203,7 @@ def measure(
     del truth
     right = [name for name in candidates if verdicts[name].passed]
     memory = {name: count_memory(candidates[name], inputs, d_out) for name in right}
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
+    samples: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in candidates}
     taken = dict.fromkeys(right, rounds)  # rounds that each takes part in
     for index, name in enumerate(record.turns(right, warmup + rounds)):
         round_of = index // len(right) - warmup
@@ -194,12 +211,14 @@ def measure(
             continue
         sample = {
             "forward": _time_forward(candidates[name], inputs),
-            "both": _time_both(candidates[name], inputs, d_out),
+            "both": _time_both(candidates[name], inputs, d_out, keep),
         }
         if round_of >= 0:
             samples[name].append(sample)
         else:
-            taken[name] = min(rounds, max(FEWEST_ROUNDS, int(seconds / sum(sample.values()))))
+            taken[name] = min(
+                rounds, max(FEWEST_ROUNDS, int(seconds / sum(spent["seconds"] for spent in sample.values())))
+            )
     return {
         "verdicts": {name: asdict(verdict) for name, verdict in verdicts.items()},
         "samples": samples,
@@ -265,17 +284,35 @@ def _now(inputs: peers.Inputs) -> float:
     return time.perf_counter()
 
 
-def _time_forward(call: peers.Candidate, inputs: peers.Inputs) -> float:
-    start = _now(inputs)
+def _spent(inputs: peers.Inputs, call: Callable[[], object]) -> dict[str, float]:
+    """Of one call: seconds by the clock; the processor's time and the system's part of it; pages it touched first."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF), _now(inputs)
+    call()
+    seconds, after = _now(inputs) - start, resource.getrusage(resource.RUSAGE_SELF)
+    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return {
+        "seconds": seconds,
+        "cpu_ms": 1e3 * (user + system),
+        "system_ms": 1e3 * system,
+        "page_faults": after.ru_minflt - before.ru_minflt,
+    }
+
+
+def _spent_by(calls: list[dict[str, float]]) -> dict[str, float]:
+    """The figures of `SPENT`: medians, but the mean of the system's time, which is counted in few steps a call."""
+    figures = {name: statistics.median(call[name] for call in calls) for name in SPENT}
+    return figures | {"system_ms": statistics.mean(call["system_ms"] for call in calls)}
+
+
+def _time_forward(call: peers.Candidate, inputs: peers.Inputs) -> dict[str, float]:
     with torch.no_grad():
-        call(inputs)
-    return _now(inputs) - start
+        return _spent(inputs, lambda: call(inputs))
 
 
-def _time_both(call: peers.Candidate, inputs: peers.Inputs, d_out: Tensor) -> float:
-    start = _now(inputs)
-    torch.autograd.grad(call(inputs), inputs.leaves(), d_out)
-    return _now(inputs) - start
+def _time_both(call: peers.Candidate, inputs: peers.Inputs, d_out: Tensor, keep: bool) -> dict[str, float]:
+    if not keep:
+        return _spent(inputs, lambda: torch.autograd.grad(call(inputs), inputs.leaves(), d_out))
+    return _spent(inputs, lambda: torch.autograd.backward(call(inputs), d_out))
 
 
 def _ratios(results: list[record.Result]) -> list[str]:
@@ -289,7 +326,9 @@ def _ratios(results: list[record.Result]) -> list[str]:
             continue
         medians = {name: record.summarize(r.samples).median for name, r in timed.items()}
         best = min(rivals, key=lambda name: medians[name])
+        by_cpu = timed[best].figures["cpu_ms"] / timed[peers.OURS].figures["cpu_ms"]
         line = f"* {case}: {medians[best] / medians[peers.OURS]:.2f}x as fast as {best}, the fastest other"
+        line += f" ({by_cpu:.2f}x by processor time)"
         if peers.EAGER in timed and "saved_mb" in timed[peers.EAGER].figures:
             kept = timed[peers.OURS].figures["saved_mb"] / timed[peers.EAGER].figures["saved_mb"]
             line += f"; keeps {kept:.0%} of what eager experts keep"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,16 @@ CPU = torch.device("cpu")
 
 def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    words = ["shapes=[gpt2]", "dtypes=[fp16]", "tokens=0", "rounds=0", "seconds=0", "scale=-1", f"out={tmp_path}/file"]
+    words = [
+        "shapes=[gpt2]",
+        "dtypes=[fp16]",
+        "tokens=0",
+        "rounds=0",
+        "seconds=0",
+        "scale=-1",
+        "gradients=lost",
+        f"out={tmp_path}/file",
+    ]
     assert main(["bench", "layer", *words]) == 2
     output = capsys.readouterr()
     assert output.out == "" and "Traceback" not in output.err
@@ -30,6 +40,7 @@ def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path:
         "rounds=0",
         "seconds=0",
         "scale=-1",
+        "gradients=lost: they are dropped or kept",
         "is a file",
     ):
         assert part in output.err
@@ -49,6 +60,7 @@ def test_every_case_is_checked_counted_timed_and_recorded(monkeypatch: pytest.Mo
     }  # fmt: skip
     for result in results:
         assert result.verdict.passed and len(result.samples) == 2 and result.figures["tokens_per_s"] > 0
+        assert result.figures["cpu_ms"] > 0 and result.figures.keys() >= layer.SPENT.keys()
         assert ("saved_mb" in result.figures) == result.case.startswith("both")
     report = (tmp_path / "b" / "report.md").read_text()
     assert "x as fast as" in report and "of what eager experts keep" in report and "* megablocks: not " in report
@@ -61,6 +73,24 @@ def test_a_slow_candidate_takes_part_in_fewer_rounds_evenly_spread(taken: int) -
     rounds = [index for index in range(15) if layer._takes_part(index, taken, 15)]
     gaps = [b - a for a, b in zip(rounds, rounds[1:], strict=False)]
     assert len(rounds) == taken and max(gaps) - min(gaps) <= 1
+
+
+def test_gradients_are_dropped_or_added_to() -> None:
+    inputs, d_out = layer.make_inputs(SMALL, 20, torch.float32, CPU)
+    layer._time_both(layer_peers.ours, inputs, d_out, keep=False)
+    assert all(leaf.grad is None for leaf in inputs.leaves())
+    for _ in range(2):
+        layer._time_both(layer_peers.ours, inputs, d_out, keep=True)
+    for leaf, once in zip(inputs.leaves(), layer.outcome(layer_peers.ours, inputs, d_out)[1:], strict=True):
+        assert leaf.grad is not None and torch.equal(leaf.grad, 2 * once)
+
+
+def test_pages_and_processor_time_of_a_call_are_those_it_took() -> None:
+    inputs, _ = layer.make_inputs(SMALL, 4, torch.float32, CPU)
+    memory: list[Tensor] = []
+    spent = layer._spent(inputs, lambda: memory.append(torch.zeros(64 << 20, dtype=torch.uint8)))
+    assert spent["page_faults"] >= 32 and spent["seconds"] > 0  # huge pages, if the system gives them unasked
+    assert layer._spent(inputs, lambda: time.sleep(0.05))["cpu_ms"] < 50
 
 
 def test_who_was_timed_less_often_is_said() -> None:
