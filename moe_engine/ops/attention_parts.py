@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_engine.ops.threads import share_out
 from moe_engine.ops.visible import KEY_TILE, Step, Visible
 
-HEADS = 4  # query heads at a time, if they share no keys: with their keys and scores they take about 2 MB
+HEADS = 8  # query heads at a time, if they share no keys: their keys and one block of scores take about 2 MB
 LONG_HEADS = 1  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 
