@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_engine import __version__
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, there_are
 
 # Each is moe_engine.cli.<command>, with SUMMARY, `help_text()` and `run(words) -> exit code`.
 COMMANDS = ("train", "convert", "schedule", "plan", "place", "bench")
@@ -58,9 +58,8 @@ def _dispatch(words: list[str]) -> int:
         return 0
     command, *rest = words
     if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}? There are" if close else "there are"
-        raise ConfigError(f"{command}: no such command; {hint} {', '.join(COMMANDS)}; see moe-engine --help")
+        known = there_are(COMMANDS, difflib.get_close_matches(command, COMMANDS, n=1))
+        raise ConfigError(f"{command}: no such command; {known}; see moe-engine --help")
     module = importlib.import_module(f"moe_engine.cli.{command}")
     if "-h" in rest or "--help" in rest:
         # `bench` has a help for each benchmark.

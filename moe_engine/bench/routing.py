@@ -50,7 +50,7 @@ def problems(routing: Sequence[str], config: Config, resolved: Sequence[Config])
             try:
                 check_choices(Path(mode.folder), case)
             except ConfigError as error:
-                found += str(error).splitlines()
+                found += error.lines
     return found
 
 

@@ -158,7 +158,7 @@ def run_case(config: ScheduleBenchConfig, pp: int) -> list[record.Result]:
             schedules.schedule(name, pp, micro_batches, _virtual_stages(name))
             names.append(name)
         except ConfigError as error:
-            print(f"not at this size: {str(error).splitlines()[0]}")
+            print(f"not at this size: {error.lines[0]}")
     cost = config.cost
     seconds = Cost(*(config.unit_s * each for each in (cost.f, cost.b, cost.w, cost.f + cost.b)))
     rows = max(1, config.message_kib * 1024 // (4 * ROW_FLOATS))

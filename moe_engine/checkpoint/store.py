@@ -171,7 +171,7 @@ def check_resume(folder: Path, model: ModelConfig, master: str, steps: int) -> N
     try:
         require_model(model_of(index.meta, path), model, path)
     except ConfigError as error:
-        problems += str(error).splitlines()
+        problems += error.lines
     if problems:
         raise ConfigError("\n".join(problems))
 

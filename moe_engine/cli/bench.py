@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moe_engine.cli import out_file
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, there_are
 from moe_engine.config.load import load
 
 
@@ -103,9 +103,8 @@ def run(words: list[str]) -> int:
 def _unknown(name: str) -> str:
     if "=" in name:
         return f"{name}: the benchmark comes first, as in: moe-engine bench {next(iter(BENCHMARKS))} {name}"
-    close = difflib.get_close_matches(name, BENCHMARKS, n=1)
-    hint = f"did you mean {close[0]}? There are" if close else "there are"
-    return f"{name}: no such benchmark; {hint} {', '.join(BENCHMARKS)}; see moe-engine bench --help"
+    known = there_are(BENCHMARKS, difflib.get_close_matches(name, BENCHMARKS, n=1))
+    return f"{name}: no such benchmark; {known}; see moe-engine bench --help"
 
 
 def _compare(words: list[str]) -> int:

@@ -119,7 +119,7 @@ def _checked(fixed: list[str], combinations: list[tuple[str, ...]], check: Check
                 run_folder.check(config)
             configs.append(config)
         except ConfigError as error:
-            problems += str(error).splitlines()
+            problems += error.lines
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return folder, configs

@@ -96,11 +96,11 @@ def checked(config: Config, world: int | None) -> Config:
         validate(config, world)
         resolved = resolve(config, world)
     except ConfigError as error:
-        problems += str(error).splitlines()
+        problems += error.lines
     try:
         _check_schedule(resolved, sizes_are_valid=not problems)
     except ConfigError as error:
-        problems += str(error).splitlines()
+        problems += error.lines
     problems += [
         f"data.text_paths=[{path}]: no such file or folder; leave it out to train on Python's standard library"
         for path in config.data.text_paths
@@ -110,7 +110,7 @@ def checked(config: Config, world: int | None) -> Config:
         try:
             look(resolved)
         except ConfigError as error:
-            problems += str(error).splitlines()
+            problems += error.lines
     if problems:
         raise ConfigError("\n".join(problems))
     return resolved
@@ -138,7 +138,7 @@ def _check_weights(config: Config) -> None:
     try:
         found = weights.open_weights(source)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"train.init_from={line}" for line in str(error).splitlines())) from None
+        raise error.about("train.init_from=") from None
     weights.require_model(found.model, config.model, source)
 
 

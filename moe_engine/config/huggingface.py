@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, there_are
 from moe_engine.config.huggingface_families import (
     READERS,
     WRITERS,
@@ -58,7 +58,7 @@ def read_model_config(path: Path) -> ModelConfig:
     try:
         return model_config(data)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+        raise error.about(f"{file}: ") from None
 
 
 def model_config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -69,9 +69,8 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     keys = Keys(hf)
     family = keys.take("model_type", str, "")
     if family not in READERS:
-        near = closest(family, READERS)
-        hint = f"did you mean {near[0]}? There are" if near else "there are"
-        raise ConfigError(f"{shown('model_type', family)}: the engine does not know it; {hint} {', '.join(READERS)}")
+        known = there_are(READERS, closest(family, READERS))
+        raise ConfigError(f"{shown('model_type', family)}: the engine does not know it; {known}")
     values = read_common(keys, 1e-5 if family == "olmoe" else ...)
     values |= READERS[family](keys, values)
     keys.finish()

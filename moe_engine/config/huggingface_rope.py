@@ -39,7 +39,7 @@ def read_rope(
     try:
         rope.finish(frozenset())
     except ConfigError as error:
-        keys.problems += str(error).splitlines()
+        keys.problems += error.lines
     return values
 
 

@@ -23,7 +23,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 from moe_engine.config import strict
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, there_are
 from moe_engine.config.huggingface import read_model_config
 from moe_engine.config.schema import Config
 
@@ -66,7 +66,7 @@ def load(command: str, overrides: Sequence[str], schema: type = Config) -> Any:
     try:
         result = strict.build(schema, _as_mapping(data))
     except ConfigError as error:
-        problems += str(error).splitlines()
+        problems += error.lines
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return result
@@ -90,7 +90,7 @@ def from_yaml(path: Path, schema: type = Config) -> Any:
     try:
         return strict.build(schema, _as_mapping(OmegaConf.to_container(_read_yaml(path), resolve=True)))
     except (ConfigError, OmegaConfBaseException) as error:
-        lines = str(error).splitlines() if isinstance(error, ConfigError) else [_reason(error)]
+        lines = error.lines if isinstance(error, ConfigError) else [_reason(error)]
         raise ConfigError("\n".join(line if str(path) in line else f"{path}: {line}" for line in lines)) from None
 
 
@@ -163,7 +163,7 @@ def _read_choice(command: str, group: str, value: str, words: _Words) -> None:
         try:
             words.sections[group] = asdict(read_model_config(Path(value).expanduser()))
         except ConfigError as error:
-            words.problems.extend(f"{group}={line}" for line in str(error).splitlines())
+            words.problems.extend(f"{group}={line}" for line in error.lines)
         return
     wrong = list(_wrong_choices(command, group, value))
     words.problems.extend(wrong)
@@ -188,9 +188,7 @@ def _wrong_choices(command: str, group: str, value: str) -> Iterator[str]:
     listed = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
     for choice in (item.strip() for item in listed):
         if choice not in available:
-            close = strict.closest(choice, available)
-            hint = f"did you mean {close[0]}? There are" if close else "there are"
-            yield f"{group}={choice}: no such {group}; {hint} {', '.join(available)}"
+            yield f"{group}={choice}: no such {group}; {there_are(available, strict.closest(choice, available))}"
 
 
 def _parse(name: str, value: str, option: strict.Option) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_engine.config import strict
-from moe_engine.config.errors import ConfigError
+from moe_engine.config.errors import ConfigError, there_are
 
 
 class Rules:
@@ -56,8 +56,7 @@ class Rules:
         values = list(values)
         if self[name] not in values:
             close = strict.closest(str(self[name]), values)
-            hint = f"did you mean {close[0]}? There are" if close else "there are"
-            self.refuse(name, f"no such choice; {hint} {', '.join(values)}")
+            self.refuse(name, f"no such choice; {there_are(values, close)}")
 
     def finish(self) -> None:
         if self.problems:

@@ -154,7 +154,7 @@ def _build(schema: type, data: Mapping[str, Any], prefix: str, known: Mapping[st
     try:
         return schema(**values)
     except ConfigError as error:  # a rule of the section's own
-        problems += str(error).splitlines()
+        problems += error.lines
         return None
 
 

@@ -49,8 +49,7 @@ class HuggingFaceWeights:
         try:
             described = model_config(config)
         except ConfigError as error:
-            file = folder / CONFIG
-            raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+            raise error.about(f"{folder / CONFIG}: ") from None
         self._refuse_another_size(described)
         self.model = self._without_missing_mtp(described)
         both = names(self.model, self.family)

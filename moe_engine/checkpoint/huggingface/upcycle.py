@@ -116,7 +116,7 @@ def _moe_config(config: dict[str, Any], recipe: Recipe, source: Path) -> dict[st
     try:
         model_config(new)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"from={source}: {line}" for line in str(error).splitlines())) from None
+        raise error.about(f"from={source}: ") from None
     return new
 
 
