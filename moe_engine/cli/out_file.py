@@ -8,25 +8,28 @@ from pathlib import Path
 from moe_engine.config.errors import ConfigError
 
 
-def problem(out: str, folder: bool = False) -> str | None:
-    """Why nothing can be written to `out`, as a line with a value that works; None where nothing is in the way.
+def problems(out: str, folder: bool = False) -> list[str]:
+    """Why nothing can be written to `out`, as a line with a value that works; none where nothing is in the way, or to
+    be written.
 
     folder: whether `out` is a folder to make or to fill, and not a file.
     """
     path = Path(out)
     above = path.absolute().parent
+    if not out:
+        return []
     try:
         if not above.is_dir():
-            return f"out={out}: there is no folder {path.parent}; make it, or use out={path.name}"
+            return [f"out={out}: there is no folder {path.parent}; make it, or use out={path.name}"]
         if path.is_dir() and not folder:
-            return f"out={out}: is a folder; use out={path / 'out'}{path.suffix}"
+            return [f"out={out}: is a folder; use out={path / 'out'}{path.suffix}"]
         if path.exists() and not path.is_dir() and folder:
-            return f"out={out}: is a file; name a folder, for example out={out}_new"
+            return [f"out={out}: is a file; name a folder, for example out={out}_new"]
         if not os.access(path if path.is_dir() else above, os.W_OK | os.X_OK):
-            return _unwritable(out, "no permission")
+            return [_unwritable(out, "no permission")]
     except OSError as error:  # a name too long
-        return _unwritable(out, error.strerror)
-    return None
+        return [_unwritable(out, error.strerror)]
+    return []
 
 
 def above_problem(out: str) -> str | None:

@@ -75,7 +75,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def read_loads(path: Path, steps: int = 0) -> RunLoads:
+def read_loads(path: Path, steps: int) -> RunLoads:
     """The loads of the last `steps` steps, or some more to whole columns; 0: of all. Raises ConfigError for none."""
     from safetensors import SafetensorError, safe_open
 
@@ -126,8 +126,6 @@ def _check_options(config: PlaceConfig) -> None:
             problems.append(
                 f"{name}={getattr(config, name)}: must be {smallest} or more, for example {name}={smallest}"
             )
-    problem = out_file.problem(config.out) if config.out else None
-    if problem:
-        problems.append(problem)
+    problems += out_file.problems(config.out)
     if problems:
         raise ConfigError("\n".join(problems))

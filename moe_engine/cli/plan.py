@@ -269,8 +269,7 @@ def _check_options(config: PlanConfig) -> None:
     if (config.out or config.fit) and out.suffix not in suffixes:
         example = (out if config.out else Path("efficiencies")).with_suffix(suffixes[0] or ".json")
         problems.append(f"out={config.out}: {what}; use out={example}")
-    problem = out_file.problem(config.out, folder=not out.suffix) if config.out else None
-    problems += [problem] if problem else []
+    problems += out_file.problems(config.out, folder=not out.suffix)
     problems += _wrong_values(config)
     if problems:
         raise ConfigError("\n".join(problems))

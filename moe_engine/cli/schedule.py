@@ -128,7 +128,7 @@ def _check_options(config: ScheduleConfig) -> None:
         stages = 1 if config.pipeline.schedule == ALL else config.pipeline.virtual_stages
         schedules.check_size(name, config.parallel.pp, _micro_batches(config), stages)
     except ConfigError as error:
-        problems += str(error).splitlines()
+        problems += error.lines
     if config.pipeline.schedule == ALL and config.pipeline.virtual_stages < 1:
         problems.append(f"pipeline.virtual_stages={config.pipeline.virtual_stages}: must be at least 1; use 2")
     if config.pipeline.stages:
@@ -153,8 +153,7 @@ def _check_out(config: ScheduleConfig) -> list[str]:
     elif out.suffix not in _WRITERS:
         works = " or ".join(f"out={out.with_suffix(suffix)}" for suffix in _WRITERS)
         problems.append(f"out={config.out}: a picture is an .svg file and a trace a .json file; use {works}")
-    problem = out_file.problem(config.out)
-    return [*problems, problem] if problem else problems
+    return problems + out_file.problems(config.out)
 
 
 def _check_model(config: ScheduleConfig) -> list[str]:
@@ -175,7 +174,7 @@ def _check_model(config: ScheduleConfig) -> list[str]:
         rules.finish()
         recomputed_parts(config.recompute)
     except ConfigError as error:
-        problems += str(error).splitlines()
+        problems += error.lines
     return problems
 
 

@@ -40,11 +40,12 @@ def test_what_is_in_the_way_is_told_first(
 
 def test_a_folder_of_results_may_be_there_and_may_be_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert out_file.problem(str(tmp_path), folder=True) is None
-    assert out_file.problem(str(tmp_path / "new"), folder=True) is None
-    assert out_file.problem(str(tmp_path / "file")) is None  # is replaced
+    assert out_file.problems("") == out_file.problems(str(tmp_path), folder=True) == []
+    assert out_file.problems(str(tmp_path / "new"), folder=True) == []
+    assert out_file.problems(str(tmp_path / "file")) == []  # is replaced
     taken = str(tmp_path / "file")
-    assert out_file.problem(taken, folder=True) == f"out={taken}: is a file; name a folder, for example out={taken}_new"
+    told = f"out={taken}: is a file; name a folder, for example out={taken}_new"
+    assert out_file.problems(taken, folder=True) == [told]
 
 
 @pytest.mark.parametrize("benchmark", ["step", "schedule", "comm"])
