@@ -16,8 +16,7 @@ from moe_engine.config import strict
 from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_length, check_model
 from moe_engine.config.routing_rules import check_room, check_routing, check_routing_mode
-from moe_engine.config.rules import Rules as _Rules
-from moe_engine.config.rules import divisors, nearest
+from moe_engine.config.rules import Rules, divisors, nearest
 from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig
 
 # recipe: its compute format
@@ -45,7 +44,7 @@ def validate(config: Config, world: int | None = None) -> None:
     Raises ConfigError with a line for each rule that is broken.
     """
     strict.build(Config, asdict(config))  # the types, of a configuration made in Python
-    rules = _Rules(config)
+    rules = Rules(config)
     _check_ranks(rules, world)
     world = world or config.run.ranks
     check_model(rules)
@@ -67,7 +66,7 @@ def validate(config: Config, world: int | None = None) -> None:
 def validate_moe(config: MoEConfig) -> None:
     """Check the configuration of a layer that stands alone. Raises ConfigError with a line for each broken rule."""
     strict.build(MoEConfig, asdict(config))
-    rules = _Rules(config)
+    rules = Rules(config)
     rules.at_least(1, "dim")
     rules.at_least(0, "init_std")
     check_routing(rules, "", "")
@@ -77,13 +76,13 @@ def validate_moe(config: MoEConfig) -> None:
 
 def validate_activation(activation: str, gated: bool, swiglu_limit: float) -> None:
     """Check what stands between an expert's projections, for experts without a layer. Raises as `validate_moe`."""
-    rules = _Rules(MoEConfig(1, 1, 1, 1, activation=activation, gated=gated, swiglu_limit=swiglu_limit))
+    rules = Rules(MoEConfig(1, 1, 1, 1, activation=activation, gated=gated, swiglu_limit=swiglu_limit))
     rules.at_least(0, "swiglu_limit")
     _check_activation(rules)
     rules.finish()
 
 
-def _check_activation(rules: _Rules) -> None:
+def _check_activation(rules: Rules) -> None:
     config = rules.config
     rules.one_of("activation", _CHOICES["activation"])
     if rules.sound("swiglu_limit", "activation") and config.swiglu_limit > 0:
@@ -114,7 +113,7 @@ def _data_parallel(config: Config, world: int | None) -> int:
     return parallel.ep // math.gcd(parallel.ep, parallel.cp)
 
 
-def check_precision(rules: _Rules) -> None:
+def check_precision(rules: Rules) -> None:
     """The formats of section `precision`, and the options of its recipe."""
     names = ("name", "compute", "gradient", "master", "wgrad")
     for name in names:
@@ -135,7 +134,7 @@ def check_precision(rules: _Rules) -> None:
     _check_fp8(rules)
 
 
-def _check_fp8(rules: _Rules) -> None:
+def _check_fp8(rules: Rules) -> None:
     """The options of the fp8 recipe."""
     ends = ("precision.bf16_first_layers", "precision.bf16_last_layers")
     rules.at_least(0, *ends)
@@ -161,7 +160,7 @@ def _check_fp8(rules: _Rules) -> None:
             )
 
 
-def _check_recompute(rules: _Rules) -> None:
+def _check_recompute(rules: Rules) -> None:
     rules.one_of("recompute.mode", _CHOICES["recompute.mode"])
     names, known = rules["recompute.names"], _CHOICES["recompute.names"]
     wrong = [name for name in names if name not in known]
@@ -181,7 +180,7 @@ def _check_recompute(rules: _Rules) -> None:
         )
 
 
-def _check_optim_and_data(rules: _Rules) -> None:
+def _check_optim_and_data(rules: Rules) -> None:
     rules.positive(3e-3, "optim.lr")
     rules.positive(1e-8, "optim.eps")
     rules.at_least(0, "optim.warmup_steps", "optim.weight_decay", "optim.clip", "data.max_bytes")
@@ -193,7 +192,7 @@ def _check_optim_and_data(rules: _Rules) -> None:
         rules.refuse("data.cache_dir", "a folder is needed, for example data.cache_dir=data_cache")
 
 
-def _check_train(rules: _Rules) -> None:
+def _check_train(rules: Rules) -> None:
     rules.at_least(1, "train.steps", "train.global_batch", "train.micro_batch", "train.seq_len", "train.threads")
     counts = ("seed", "mtp_loss_weight", "eval_sequences", "sample_tokens", "checkpoint_every")
     rules.at_least(0, *(f"train.{name}" for name in counts))
@@ -214,7 +213,7 @@ def _check_train(rules: _Rules) -> None:
         rules.refuse("run.name", f"at most {MOST_BYTES_OF_A_NAME} bytes, as file systems want; use run.name=first")
 
 
-def _check_ranks(rules: _Rules, world: int | None) -> None:
+def _check_ranks(rules: Rules, world: int | None) -> None:
     ranks = rules["run.ranks"]
     if ranks is not None:
         rules.at_least(1, "run.ranks")
@@ -222,7 +221,7 @@ def _check_ranks(rules: _Rules, world: int | None) -> None:
         rules.refuse("run.ranks", f"{world} ranks are given; leave it out, or use run.ranks={world}")
 
 
-def _check_layout(rules: _Rules, world: int | None) -> None:
+def _check_layout(rules: Rules, world: int | None) -> None:
     rules.at_least(1, "parallel.pp", "parallel.cp", "parallel.ep", "parallel.tp", "pipeline.virtual_stages")
     if rules["parallel.dp"] is not None:
         rules.at_least(1, "parallel.dp")
@@ -249,7 +248,7 @@ def _check_layout(rules: _Rules, world: int | None) -> None:
         _check_expert_parallel(rules, world)
 
 
-def _check_world(rules: _Rules, world: int) -> None:
+def _check_world(rules: Rules, world: int) -> None:
     """The ranks given from outside are the ones that the layout needs."""
     parallel = rules["parallel"]
     others = parallel.pp * parallel.cp * parallel.tp
@@ -264,7 +263,7 @@ def _check_world(rules: _Rules, world: int) -> None:
         rules.refuse("parallel.dp", f"with {grid} needs {needed} ranks, and {world} are given; start {needed}{fits}")
 
 
-def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
+def _check_expert_parallel(rules: Rules, world: int | None) -> None:
     """Experts fold into the data-parallel ranks of a stage."""
     replicas = _data_parallel(rules.config, world) * rules["parallel.cp"]
     ep = rules["parallel.ep"]
@@ -277,7 +276,7 @@ def _check_expert_parallel(rules: _Rules, world: int | None) -> None:
         )
 
 
-def _check_placement(rules: _Rules) -> None:
+def _check_placement(rules: Rules) -> None:
     """Experts that move need ranks to move between, and more than one of them on a rank."""
     every, gain, ep, experts = "moe.placement.every", "moe.placement.least_gain", "parallel.ep", "model.num_experts"
     rules.at_least(0, every)
@@ -289,14 +288,14 @@ def _check_placement(rules: _Rules) -> None:
         rules.refuse(every, f"with {ep}={rules[ep]} {where}, and moving them evens out nothing; use {use}")
 
 
-def _check_bound(rules: _Rules) -> None:
+def _check_bound(rules: Rules) -> None:
     """Every rank of the group has a share of the rows that a rank may hold."""
     name, ep = "moe.max_recv_rows", rules["parallel.ep"]
     if rules.sound(name, "parallel.ep") and 0 < rules[name] < ep:
         rules.refuse(name, f"each of parallel.ep={ep} ranks needs a share of it; use {name}={ep} or more, or 0")
 
 
-def _check_nodes(rules: _Rules) -> None:
+def _check_nodes(rules: Rules) -> None:
     """A node holds whole expert-parallel groups, or a group whole nodes."""
     name, ep = "parallel.ranks_per_node", rules["parallel.ep"]
     size = rules[name]
@@ -309,7 +308,7 @@ def _check_nodes(rules: _Rules) -> None:
         rules.refuse(name, f"must divide parallel.ep={ep} or be a multiple of it; use {name}={math.gcd(size, ep)}")
 
 
-def _check_batch(rules: _Rules, world: int | None) -> None:
+def _check_batch(rules: Rules, world: int | None) -> None:
     """The batch is whole micro-batches on every data-parallel rank."""
     batch, micro_batch = "train.global_batch", "train.micro_batch"
     if not rules.sound(

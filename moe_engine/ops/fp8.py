@@ -116,9 +116,8 @@ class Fp8Rows(Fp8):
         )
 
     def __deepcopy__(self, _memo: Any) -> Fp8:
-        return Fp8(
-            self.wgrad, self.power_of_two, self.keep, self.keep_transposed
-        )  # a copied module has weights of its own
+        """A copied module has weights of its own."""
+        return Fp8(self.wgrad, self.power_of_two, self.keep, self.keep_transposed)
 
 
 def use_fp8(module: nn.Module, fp8: Fp8 | None) -> None:

@@ -99,7 +99,7 @@ class Window:
         self._number += 1
         x = _aligned(x.detach())
         out = x.new_empty(out_rows, *x.shape[1:])
-        with self._beside(x, out, *(part for part in (way.sent, way.arrived, way.fits))) as event:
+        with self._beside(x, out, way.sent, way.arrived, way.fits) as event:
             exchange(
                 x, out, way.sent, way.arrived, way.fits, self._strange, self.memory, self._number,
                 self._runtime.launch, self.num_sms, id_words,

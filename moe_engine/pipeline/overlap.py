@@ -45,8 +45,8 @@ class Exchanges:
     of two hops are left to it as well, since it would be this thread that stands still between the hops.
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self.recorder = recorder
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None  # that of the pass under way
         self._courier = ThreadPoolExecutor(1, "courier")  # makes its thread at the first use
         self._last: Future[Any] | None = None
 
