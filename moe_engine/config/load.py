@@ -139,7 +139,11 @@ def _read_words(command: str, overrides: Sequence[str], known: Mapping[str, stri
         if sign == "~":
             words.problems.append(f"{text}: options cannot be removed; set another value, as name=value")
         elif not equals and text.endswith((".yaml", ".yml")):
-            words.files.append(Path(text))
+            rule = strict.unusable(text)
+            if rule:
+                words.problems.append(f"{text[:80]}: {rule}")
+            else:
+                words.files.append(Path(text))
         elif not equals or not name:
             words.problems.append(_bare_word(text, command, known))
         elif name in command_groups:
@@ -160,6 +164,10 @@ def _read_choice(command: str, group: str, value: str, words: _Words) -> None:
     if value == "null" and groups(command)[group] is None:
         return  # nothing chosen, as by default
     if group == "model" and (value.endswith(".json") or "/" in value):
+        rule = strict.unusable(value)
+        if rule:
+            words.problems.append(f"{strict.shown(group, value)}: {rule}")
+            return
         try:
             words.sections[group] = asdict(read_model_config(Path(value).expanduser()))
         except ConfigError as error:
@@ -187,7 +195,9 @@ def _wrong_choices(command: str, group: str, value: str) -> Iterator[str]:
     available = choices(group, command)
     listed = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
     for choice in (item.strip() for item in listed):
-        if choice not in available:
+        if command == "train" and not listed[1:] and "," in choice and set(choice.split(",")) <= set(available):
+            yield f"{group}={choice}: has several values; for a run with each of them add --multirun"
+        elif choice not in available:
             yield f"{group}={choice}: no such {group}; {there_are(available, strict.closest(choice, available))}"
 
 

@@ -19,6 +19,9 @@ from moe_engine.config.errors import ConfigError
 
 T = TypeVar("T")
 
+MOST_BYTES_OF_A_NAME = 255  # of a file or folder, on all usual file systems
+MOST_BYTES_OF_A_PATH = 4000
+
 
 @dataclass(frozen=True)
 class Option:
@@ -208,12 +211,26 @@ def _bool(value: Any) -> tuple[Any, str | None]:
 
 
 def _str(value: Any) -> tuple[Any, str | None]:
-    return value, None if isinstance(value, str) else "text is expected (numbers in quotes)"
+    if not isinstance(value, str):
+        return value, "text is expected (numbers in quotes)"
+    return value, unusable(value)
 
 
 def _str_list(value: Any) -> tuple[Any, str | None]:
-    good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return value, None if good else "a list of texts is expected (numbers in quotes)"
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return value, "a list of texts is expected (numbers in quotes)"
+    return value, next(filter(None, map(unusable, value)), None)
+
+
+def unusable(text: str) -> str | None:
+    """Why a text can be no option: all texts name files, or choices that are shorter. None where it can."""
+    try:
+        parts = text.encode().split(b"/")
+    except UnicodeEncodeError:  # other bytes of a command line arrive as surrogates
+        return "text in UTF-8 is expected"
+    if max(map(len, parts)) > MOST_BYTES_OF_A_NAME or sum(map(len, parts)) > MOST_BYTES_OF_A_PATH:
+        return f"at most {MOST_BYTES_OF_A_NAME} bytes a name, as file systems want"
+    return None
 
 
 def _int_list(value: Any) -> tuple[Any, str | None]:

@@ -22,7 +22,6 @@ from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, Recompu
 # recipe: its compute format
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 
-MOST_BYTES_OF_A_NAME = 255  # of a file or folder, on all usual file systems
 _WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
 _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
@@ -209,8 +208,6 @@ def _check_train(rules: Rules) -> None:
     name = rules["run.name"]
     if not name or "/" in name or name in (".", ".."):
         rules.refuse("run.name", "the name of one folder inside run.dir is needed, for example run.name=first")
-    elif len(name.encode()) > MOST_BYTES_OF_A_NAME:
-        rules.refuse("run.name", f"at most {MOST_BYTES_OF_A_NAME} bytes, as file systems want; use run.name=first")
 
 
 def _check_ranks(rules: Rules, world: int | None) -> None:

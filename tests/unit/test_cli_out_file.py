@@ -30,11 +30,11 @@ def test_what_is_in_the_way_is_told_first(
     for name, told in [
         ("there.json", "out=there.json: is a folder; use out=there.json/out.json"),
         ("gone/a.json", "out=gone/a.json: there is no folder gone; make it, or use out=a.json"),
-        (long, f"out={long}: cannot be written (File name too long); use another, for example out=/tmp/out.json"),
+        (long, f"out={long[:77]}...: at most 255 bytes a name, as file systems want, for example out="),
     ]:
         assert main([command, *COMMANDS[command], f"out={name}"]) == 2
         out, message = capsys.readouterr()
-        assert out == "" and message == f"{told}\n"
+        assert out == "" and message.startswith(told)
     assert sorted(os.listdir()) == ["expert_load.safetensors", "there.json"]
 
 
@@ -59,11 +59,11 @@ def test_a_benchmark_does_not_measure_what_it_cannot_write(
             "file/results",
             f"out=file/results: {tmp_path}/file is a file; name a folder, for example out={tmp_path}/file_new",
         ),
-        ("y" * 300, f"out={'y' * 300}: cannot be written (File name too long); use another, for example out=/tmp/out"),
+        ("y" * 300, f"out={'y' * 77}...: at most 255 bytes a name, as file systems want, for example out=bench/"),
     ]:
         assert main(["bench", benchmark, f"out={name}"]) == 2
         out, message = capsys.readouterr()
-        assert out == "" and message == f"{told}\n"
+        assert out == "" and message.startswith(told)
     assert out_file.above_problem("new/folders/for/results") is None
     assert os.listdir() == ["file"]
 

@@ -216,3 +216,33 @@ def test_interpolations_work_and_broken_ones_are_named() -> None:
 def test_conf_lies_beside_the_package_in_a_checkout() -> None:
     assert (conf_folder() / "train.yaml").is_file()
     assert conf_folder() == Path(__file__).resolve().parents[2] / "conf"
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("train", "data.text_paths=['{}']"),
+        ("train", "train.init_from={}"),
+        ("train", "moe.routing=replay:{}"),
+        ("train", "run.dir={}"),
+        ("train", "model=./{}"),
+        ("train", "{}.yaml"),
+        ("train", "run.name={}"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "rule"), [("a" * 300, "at most 255 bytes a name"), ("\udcff", "in UTF-8 (is|are) expected")]
+)
+def test_names_that_no_file_system_takes(command: str, word: str, name: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        load(command, [word.format(name)])
+
+
+def test_many_files_may_be_longer_together_than_one_name() -> None:
+    names = [f"text_{number}.txt" for number in range(100)]
+    assert load("train", [f"data.text_paths=[{','.join(names)}]"]).data.text_paths == names
+
+
+def test_several_models_are_a_sweep() -> None:
+    with pytest.raises(ConfigError, match="model=tiny,mini_v3: has several values; .* add --multirun"):
+        load("train", ["model=tiny,mini_v3"])

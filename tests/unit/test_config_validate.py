@@ -82,7 +82,7 @@ def test_a_run_has_a_name_that_file_systems_take() -> None:
     validate(make(run__name="é" * 127))
     (line,) = problems(make(run__name="é" * 128))
     assert line.startswith("run.name=éé") and line.endswith(
-        "...: at most 255 bytes, as file systems want; use run.name=first"
+        "...: at most 255 bytes a name, as file systems want, for example run.name=default"
     )
 
 
