@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_engine.checkpoint.huggingface.names import FAMILIES, names
 from moe_engine.checkpoint.weights import Weights, fill_stages
 from moe_engine.config.huggingface import huggingface_config
-from moe_engine.config.huggingface_families import family_of
+from moe_engine.config.huggingface_writers import family_of
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
 from moe_engine.model.attention import sequence_context
@@ -105,6 +105,9 @@ GPT_OSS = replace(
     MIXTRAL, attention_bias=True, attention_out_bias=True, attention_sinks=True, sliding_window=16,
     sliding_window_every=2, expert_biases=True, swiglu_limit=7.0,
 )  # fmt: skip
+ERNIE4_5 = replace(
+    MIXTRAL, num_dense_layers=1, num_shared_experts=2, rope_style="interleaved", tied_head=True, dense_hidden=48
+)
 GLM4 = replace(
     V3, attention="gqa", num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, rope_style="halves", qk_norm=True,
     attention_bias=True,

@@ -47,6 +47,10 @@ GPT_OSS = GROUPED | dict(
     model_type="gpt_oss", intermediate_size=24, num_local_experts=8, head_dim=16, sliding_window=8, swiglu_limit=0.5,
     num_hidden_layers=3,
 )  # fmt: skip
+ERNIE4_5 = GROUPED | dict(
+    model_type="ernie4_5_moe", intermediate_size=48, moe_intermediate_size=16, moe_num_experts=8, moe_k=2,
+    moe_num_shared_experts=2, moe_layer_start_index=1, num_hidden_layers=3, tie_word_embeddings=True,
+)  # fmt: skip
 YARN = dict(type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1)
 
 

@@ -44,9 +44,9 @@ Convert weights between the Hugging Face layout and this engine's checkpoints; w
   Hugging Face folder that transformers opens. Optimizer states stay behind.
 
 Families: deepseek_v3 (also kimi_k2), deepseek_v2, mixtral, qwen3_moe, qwen2_moe, olmoe, glm4_moe, gpt_oss (its MXFP4 is
-read). Every tensor of the source is used exactly once and every tensor of the result written exactly once, or the
-command names those that are not and makes nothing. Only a few tensors are in memory at a time. Tokenizer files are not
-touched: copy them beside the weights.
+read), ernie4_5_moe (without its MTP). Every tensor of the source is used exactly once and every tensor of the result
+written exactly once, or the command names those that are not and makes nothing. Only a few tensors are in memory at a
+time. Tokenizer files are not touched: copy them beside the weights.
 
 options:
   from=FOLDER        what to convert

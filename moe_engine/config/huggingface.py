@@ -17,13 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_engine.config.errors import ConfigError, there_are
-from moe_engine.config.huggingface_families import (
-    READERS,
-    WRITERS,
-    family_of,
-)
+from moe_engine.config.huggingface_families import READERS
 from moe_engine.config.huggingface_keys import Keys, Values, dense_values, read_common
 from moe_engine.config.huggingface_rope import rope_keys
+from moe_engine.config.huggingface_writers import WRITERS, family_of
 from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import closest, shown
 
@@ -38,6 +35,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "gpt_oss": "GptOssForCausalLM",
+        "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     }
 )
 
@@ -71,7 +69,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     if family not in READERS:
         known = there_are(READERS, closest(family, READERS))
         raise ConfigError(f"{shown('model_type', family)}: the engine does not know it; {known}")
-    values = read_common(keys, 1e-5 if family == "olmoe" else ...)
+    values = read_common(keys, 1e-5 if family == "olmoe" else ..., tied=family == "ernie4_5_moe")
     values |= READERS[family](keys, values)
     keys.finish()
     return ModelConfig(name=family, **values)

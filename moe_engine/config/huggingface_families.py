@@ -1,7 +1,7 @@
-"""Families of models in Hugging Face's `config.json`: what each key means; a function to read each, one to write it.
+"""Families of models in Hugging Face's `config.json`: what each key means, a function to read each.
 
-A reader takes from `Keys` what it knows and refuses values that the engine cannot follow; a writer gives the keys of
-its family. `config.huggingface` puts them together and checks that nothing is lost.
+A reader takes from `Keys` what it knows and refuses values that the engine cannot follow. `config.huggingface_writers`
+is the other direction, `config.huggingface` puts the two together and checks that nothing is lost.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from moe_engine.config.errors import ConfigError
 from moe_engine.config.huggingface_keys import Keys, Values, dense_values
-from moe_engine.config.huggingface_rope import read_rope, rotary_share
-from moe_engine.config.schema import ModelConfig
+from moe_engine.config.huggingface_rope import read_rope
 
 
 def _deepseek(keys: Keys, common: Values) -> Values:
@@ -89,10 +87,12 @@ def _deepseek_v2(keys: Keys, common: Values) -> Values:
     }
 
 
-def _grouped_queries(keys: Keys, common: Values, theta: float, share: float | None = None) -> Values:
-    """Grouped queries and their rotary embedding; share: see `read_rope`."""
+def _grouped_queries(
+    keys: Keys, common: Values, theta: float, share: float | None = None, style: str = "halves"
+) -> Values:
+    """Grouped queries and their rotary embedding; share, style: see `read_rope`."""
     head = keys.take("head_dim", int, common["dim"] // max(common["num_heads"], 1))
-    return read_rope(keys, common, "halves", theta, head, share) | {
+    return read_rope(keys, common, style, theta, head, share) | {
         "attention": "gqa",
         "num_kv_heads": keys.take("num_key_value_heads", int),
         "head_dim": head,
@@ -134,15 +134,21 @@ def _qwen(keys: Keys, common: Values) -> Values:
     }
 
 
+def _at_least_1(keys: Keys, name: str) -> int:
+    """After how many layers one with experts comes."""
+    step: int = keys.take(name, int, 1)
+    if step < 1:
+        keys.refuse(name, step, "the last of so many layers has experts; use 1 or more")
+    return max(step, 1)
+
+
 def _dense_of_qwen(keys: Keys, num_layers: int) -> Iterator[int]:
     """The dense layers: those named, and of every `decoder_sparse_step` all but the last."""
-    step, named = keys.take("decoder_sparse_step", int, 1), keys.take("mlp_only_layers", list, [])
-    if step < 1:
-        keys.refuse("decoder_sparse_step", step, "the last of so many layers has experts; use 1 or more")
+    step, named = _at_least_1(keys, "decoder_sparse_step"), keys.take("mlp_only_layers", list, [])
     if any(not isinstance(layer, int) or not 0 <= layer < num_layers for layer in named):
         rule = f"layers are counted from 0 and there are num_hidden_layers={num_layers}; use those, as in [0, 1]"
         keys.refuse("mlp_only_layers", named, rule)
-    return (layer for layer in range(num_layers) if layer in named or (layer + 1) % max(step, 1))
+    return (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
 
 
 def _num_experts(keys: Keys) -> int:
@@ -248,129 +254,33 @@ def _windows(keys: Keys, num_layers: int) -> Values:
     return {"sliding_window": 0}
 
 
-def family_of(model: ModelConfig) -> str:
-    """Whose `config.json` a model's is, by the features that only one family has."""
-    if model.attention == "mla":
-        return "deepseek_v3" if model.score_function == "sigmoid" else "deepseek_v2"
-    if model.expert_biases or model.attention_sinks:
-        return "gpt_oss"
-    if model.score_function == "sigmoid" or model.rotary_dim:
-        return "glm4_moe"
-    if model.shared_gate:
-        return "qwen2_moe"
-    if model.qk_norm:
-        return "olmoe" if model.qk_norm_whole else "qwen3_moe"
-    return "mixtral"
-
-
-def _write_deepseek(model: ModelConfig) -> Values:
-    hf: Values = {
-        "num_key_value_heads": model.num_heads,
-        "q_lora_rank": model.q_lora_rank or None,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_nope_head_dim": model.qk_nope_head_dim,
-        "qk_rope_head_dim": model.qk_rope_head_dim,
-        "v_head_dim": model.v_head_dim,
-        "attention_bias": model.attention_bias,
-        "moe_layer_freq": 1,
-        "scoring_func": model.score_function,
-        **_write_leading_dense(model),
-    }
-    if model.score_function == "sigmoid":
-        return hf | {"topk_method": "noaux_tc", "num_nextn_predict_layers": model.mtp_depth}
-    return hf | {"topk_method": "group_limited_greedy" if model.top_groups < model.num_groups else "greedy"}
-
-
-def _write_leading_dense(model: ModelConfig) -> Values:
-    if not model.num_shared_experts:
-        raise ConfigError(
-            f"model.num_shared_experts=0: a {family_of(model)} config.json needs a shared expert; use 1 or more"
-        )
-    return {
-        "first_k_dense_replace": dense_values(model.all_dense_layers())["num_dense_layers"],
-        "intermediate_size": model.dense_hidden,
-        "n_routed_experts": model.num_experts,
-        "num_experts_per_tok": model.top_k,
-        "moe_intermediate_size": model.expert_hidden,
-        "n_shared_experts": model.num_shared_experts,
-        "n_group": model.num_groups,
-        "topk_group": model.top_groups,
-        "norm_topk_prob": model.normalize_weights,
-        "routed_scaling_factor": model.route_scale,
+def _ernie4_5_moe(keys: Keys, common: Values) -> Values:
+    """ERNIE-4.5's text models. transformers passes over `num_nextn_predict_layers` and has no MTP of theirs."""
+    keys.present("moe_k", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index")
+    keys.must("use_bias", "no projection has a bias here", False)
+    keys.must("moe_norm_min", "the sum that weights are divided by is above it", 1e-12)
+    keys.must("moe_gate", "the best experts are chosen", "topk")
+    keys.must("moe_gate_act", "ERNIE-4.5 scores by softmax", "softmax")
+    for trained in ("num_nextn_predict_layers", "moe_capacity", "moe_use_aux_free"):
+        keys.left.pop(trained, None)
+    return _grouped_queries(keys, common, 500000.0, style="interleaved") | {
+        **dense_values(_dense_of_ernie(keys, common["num_layers"])),
+        "dense_hidden": keys.take("intermediate_size", int),
+        "num_experts": keys.take("moe_num_experts", int),
+        "top_k": keys.take("moe_k", int),
+        "expert_hidden": keys.take("moe_intermediate_size", int),
+        "num_shared_experts": keys.take("moe_num_shared_experts", int, 0),
+        "score_function": "softmax",
+        "group_score": "max",
     }
 
 
-def _write_grouped(model: ModelConfig) -> Values:
-    return {
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "num_experts_per_tok": model.top_k,
-        "sliding_window": model.sliding_window or None,
-    }
-
-
-def _write_mixtral(model: ModelConfig) -> Values:
-    return _write_grouped(model) | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_hidden}
-
-
-def _write_qwen(model: ModelConfig) -> Values:
-    return _write_grouped(model) | {
-        "use_sliding_window": bool(model.sliding_window),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": model.all_dense_layers(),
-        "intermediate_size": model.dense_hidden,
-        "num_experts": model.num_experts,
-        "moe_intermediate_size": model.expert_hidden,
-        "norm_topk_prob": model.normalize_weights,
-    }
-
-
-def _write_qwen3_moe(model: ModelConfig) -> Values:
-    return _write_qwen(model) | {"attention_bias": model.attention_bias}
-
-
-def _write_qwen2_moe(model: ModelConfig) -> Values:
-    shared = model.num_shared_experts * model.expert_hidden
-    return _write_qwen(model) | {"qkv_bias": model.attention_bias, "shared_expert_intermediate_size": shared}
-
-
-def _write_olmoe(model: ModelConfig) -> Values:
-    hf = _write_grouped(model) | {
-        "attention_bias": model.attention_bias,
-        "clip_qkv": None,
-        "intermediate_size": model.expert_hidden,
-        "num_experts": model.num_experts,
-        "norm_topk_prob": model.normalize_weights,
-    }
-    del hf["head_dim"]  # that of its norms follows from the width
-    return hf
-
-
-def _write_glm4_moe(model: ModelConfig) -> Values:
-    hf = _write_grouped(model) | _write_leading_dense(model)
-    del hf["sliding_window"]
-    return hf | {
-        "attention_bias": model.attention_bias,
-        "use_qk_norm": model.qk_norm,
-        "partial_rotary_factor": rotary_share(model),
-        "num_nextn_predict_layers": model.mtp_depth,
-    }
-
-
-def _write_gpt_oss(model: ModelConfig) -> Values:
-    full = ["full_attention"]
-    kinds = ["sliding_attention"] + full * (model.sliding_window_every - 1) if model.sliding_window else full
-    rope = {} if model.rope_scaling != "none" else {"rope_scaling": {"rope_type": "default"}}
-    return (
-        _write_mixtral(model)
-        | rope
-        | {
-            "attention_bias": model.attention_bias,
-            "sliding_window": model.sliding_window or 128,  # transformers wants one, used or not
-            "swiglu_limit": model.swiglu_limit,
-            "layer_types": [kinds[i % len(kinds)] for i in range(model.num_layers)],
-        }
-    )
+def _dense_of_ernie(keys: Keys, num_layers: int) -> Iterator[int]:
+    """The dense layers: those outside of first and last, and of every `moe_layer_interval` all but the last."""
+    interval = _at_least_1(keys, "moe_layer_interval")
+    first, last = keys.take("moe_layer_start_index", int, 0), keys.take("moe_layer_end_index", int, -1)
+    last = num_layers - 1 if last == -1 else last
+    return (layer for layer in range(num_layers) if not first <= layer <= last or (layer + 1) % interval)
 
 
 READERS: Mapping[str, Callable[[Keys, Values], Values]] = MappingProxyType(
@@ -384,17 +294,6 @@ READERS: Mapping[str, Callable[[Keys, Values], Values]] = MappingProxyType(
         "olmoe": _olmoe,
         "glm4_moe": _glm4_moe,
         "gpt_oss": _gpt_oss,
-    }
-)
-WRITERS: Mapping[str, Callable[[ModelConfig], Values]] = MappingProxyType(
-    {
-        "deepseek_v3": _write_deepseek,
-        "deepseek_v2": _write_deepseek,
-        "mixtral": _write_mixtral,
-        "qwen3_moe": _write_qwen3_moe,
-        "qwen2_moe": _write_qwen2_moe,
-        "olmoe": _write_olmoe,
-        "glm4_moe": _write_glm4_moe,
-        "gpt_oss": _write_gpt_oss,
+        "ernie4_5_moe": _ernie4_5_moe,
     }
 )

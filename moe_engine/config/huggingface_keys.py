@@ -88,8 +88,8 @@ def dense_values(layers: Iterable[int]) -> Values:
     return {"num_dense_layers": leading, "dense_layers": dense[leading:]}
 
 
-def read_common(keys: Keys, eps: Any = ...) -> Values:
-    """eps: of the norms, in a family whose files need not say it."""
+def read_common(keys: Keys, eps: Any = ..., tied: bool = False) -> Values:
+    """eps: of the norms, in a family whose files need not say it; tied: the head is, where the file does not say."""
     layers = keys.take("num_hidden_layers", int)
     if layers > MOST_LAYERS:
         keys.refuse("num_hidden_layers", layers, f"must be {MOST_LAYERS} or less")
@@ -102,7 +102,7 @@ def read_common(keys: Keys, eps: Any = ...) -> Values:
         "num_layers": layers,
         "num_heads": keys.take("num_attention_heads", int),
         "norm_eps": keys.take("rms_norm_eps", float, eps),
-        "tied_head": keys.take("tie_word_embeddings", bool, False),
+        "tied_head": keys.take("tie_word_embeddings", bool, tied),
         "init_std": keys.take("initializer_range", float, 0.02),
         "max_positions": keys.take("max_position_embeddings", int, 0),
         "num_dense_layers": 0,

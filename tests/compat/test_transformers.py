@@ -13,6 +13,7 @@ from hf_folders import equal, our_logits, our_mtp_states, relative, tensors_of, 
 pytest.importorskip("transformers")
 
 from hf_models import (  # noqa: E402
+    ERNIE4_5,
     GLM4,
     GPT_OSS,
     MIXTRAL,
@@ -87,6 +88,16 @@ MODELS: dict[str, dict[str, Any]] = {
         rope_scaling=YARN,
         attention_bias=False,
     ),
+    "ernie4_5": ERNIE4_5,
+    "ernie4_5, dense, dense, dense, experts, dense": ERNIE4_5
+    | dict(
+        num_hidden_layers=5,
+        moe_layer_interval=2,
+        moe_layer_start_index=2,
+        moe_num_shared_experts=0,
+        tie_word_embeddings=False,
+    ),
+    "ernie4_5, experts, experts, dense": ERNIE4_5 | dict(moe_layer_start_index=0, moe_layer_end_index=1, moe_k=3),
     "gpt_oss": GPT_OSS,
     "gpt_oss, square": GPT_OSS | dict(intermediate_size=16, hidden_size=32, head_dim=8, num_key_value_heads=4),
     "gpt_oss, windows nowhere": GPT_OSS | dict(layer_types=["full_attention"] * 3),
@@ -119,8 +130,8 @@ def test_logits_are_those_of_transformers(config: dict[str, Any], tmp_path: Path
 
 @pytest.mark.parametrize(
     "config",
-    [V3, V2_LITE, MIXTRAL, QWEN3, QWEN2, OLMOE, GLM4],
-    ids=["v3", "v2_lite", "mixtral", "qwen3", "qwen2", "olmoe", "glm4"],
+    [V3, V2_LITE, MIXTRAL, QWEN3, QWEN2, OLMOE, GLM4, ERNIE4_5],
+    ids=["v3", "v2_lite", "mixtral", "qwen3", "qwen2", "olmoe", "glm4", "ernie4_5"],
 )
 def test_fused_experts_are_read(config: dict[str, Any], tmp_path: Path) -> None:
     """As transformers has a layer in memory, which it saves when told not to go back to the published layout."""

@@ -14,6 +14,7 @@ from moe_engine.config.huggingface import effective, huggingface_config, model_c
 from moe_engine.config.load import choices, load
 from moe_engine.config.schema import ModelConfig
 from moe_engine.config.strict import shown
+from moe_engine.planner.flops import parameter_count
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "facts" / "huggingface"
 NAMES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
@@ -169,7 +170,8 @@ def test_unknown_families_are_refused() -> None:
         "model_type=deepseek_v4: the engine does not know it; did you mean deepseek_v"
     )
     assert refusal({})[0].endswith(
-        "there are deepseek_v3, deepseek_v2, kimi_k2, mixtral, qwen3_moe, qwen2_moe, olmoe, glm4_moe, gpt_oss"
+        "there are deepseek_v3, deepseek_v2, kimi_k2, mixtral, qwen3_moe, qwen2_moe, olmoe, glm4_moe, gpt_oss, "
+        "ernie4_5_moe"
     )
 
 
@@ -221,6 +223,54 @@ def test_dense_layers_may_be_anywhere(keys: dict[str, Any], dense: list[int]) ->
     back = huggingface_config(model)
     assert (back["mlp_only_layers"], back["decoder_sparse_step"]) == (dense, 1)
     assert model_config(back) == model
+
+
+def ernie(**changes: Any) -> dict[str, Any]:
+    """The sizes of ERNIE-4.5-21B-A3B, as transformers' configuration class has them."""
+    return {
+        "model_type": "ernie4_5_moe", "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288,
+        "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0, "use_bias": False, "moe_num_experts": 64, "moe_k": 6,
+        "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "num_nextn_predict_layers": 1,
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "dense"), [
+    ({}, [0]), ({"moe_layer_start_index": 0}, []), ({"moe_layer_interval": 3}, [0, 1, 3, 4]),
+    ({"moe_layer_interval": 2, "moe_layer_start_index": 2}, [0, 1, 2, 4]),
+    ({"moe_layer_end_index": 3}, [0, 4, 5]), ({"moe_layer_start_index": 4, "moe_layer_end_index": 4}, [0, 1, 2, 3, 5]),
+    ({"moe_layer_start_index": 6}, [0, 1, 2, 3, 4, 5]),
+])  # fmt: skip
+def test_layers_with_experts_between_a_first_and_a_last(keys: dict[str, Any], dense: list[int]) -> None:
+    """As transformers' Ernie4_5_MoeDecoderLayer reads the three keys."""
+    model = model_config(ernie(num_hidden_layers=6, **keys))
+    assert model.all_dense_layers() == dense and model.mtp_depth == 0 and model.tied_head
+    assert model_config(huggingface_config(model)) == model
+
+
+def test_the_size_of_ernie() -> None:
+    count = parameter_count(model_config(ernie()))
+    assert (round(count.total / 1e9, 1), round(count.active / 1e9)) == (21.8, 3)
+
+
+@pytest.mark.parametrize(("changes", "rule"), [
+    ({"use_bias": True}, "no projection has a bias here; use use_bias=false"),
+    ({"moe_norm_min": 0.1}, "the sum that weights are divided by is above it; use moe_norm_min=1e-12"),
+    ({"moe_gate": "top2"}, "the best experts are chosen; use moe_gate=topk"),
+    ({"moe_layer_interval": 0}, "the last of so many layers has experts; use 1 or more"),
+    ({"moe_num_experts": [64, 64]}, "must be a whole number such as 1"),
+])  # fmt: skip
+def test_what_of_ernie_is_not_built_is_refused(changes: dict[str, Any], rule: str) -> None:
+    ((key, value),) = changes.items()
+    assert refusal(ernie(**changes)) == [f"{shown(key, value)}: {rule}"]
+
+
+@pytest.mark.parametrize("dense", [[1, 2], [0, 3], [0, 2, 4]])
+def test_a_pattern_that_ernie_cannot_say_is_not_written(dense: list[int]) -> None:
+    model = replace(model_config(ernie(num_hidden_layers=7)), num_dense_layers=0, dense_layers=dense)
+    with pytest.raises(ConfigError, match=r"^model.dense_layers=\[.*\]: an ernie4_5_moe config.json has experts in ev"):
+        huggingface_config(model)
 
 
 def test_the_same_dense_layers_said_otherwise_are_the_same_model() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_folders import GLM4, GPT_OSS, MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3
+from hf_folders import ERNIE4_5, GLM4, GPT_OSS, MIXTRAL, OLMOE, QWEN2, QWEN3, V2, V3
 
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Names, names
-from moe_engine.config.huggingface_families import family_of
+from moe_engine.config.huggingface_writers import family_of
 from moe_engine.config.schema import ModelConfig, MoESection
 from moe_engine.layout import Placement, split_stages
 from moe_engine.model.names import named_parameters
@@ -30,6 +30,7 @@ MODELS = {
     "olmoe": OLMOE,
     "glm4": GLM4,
     "gpt_oss": GPT_OSS,
+    "ernie4_5": ERNIE4_5,
     "qwen3, first layer dense": replace(QWEN3, num_dense_layers=1),
     "qwen3, layer between dense": replace(QWEN3, dense_layers=[1]),
 }

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_folders import GPT_OSS, V2, V3, fp8_folder, random_folder, random_tensors, tensors_of, write_folder
+from hf_folders import (
+    ERNIE4_5,
+    GPT_OSS,
+    V2,
+    V3,
+    fp8_folder,
+    random_folder,
+    random_tensors,
+    tensors_of,
+    write_folder,
+)
 
 from moe_engine.checkpoint.huggingface.reader import HuggingFaceWeights
 from moe_engine.checkpoint.huggingface.writer import write_huggingface
@@ -91,6 +101,14 @@ def test_config_that_promises_mtp_and_has_none_is_said(tmp_path: Path) -> None:
     assert weights.model.mtp_depth == 0 and "num_nextn_predict_layers=1" in weights.notes[0]
 
 
+def test_mtp_modules_of_another_kind_are_left_away_and_that_is_said(tmp_path: Path) -> None:
+    tensors = random_tensors(ERNIE4_5) | {f"model.mtp_{name}.0.weight": torch.ones(32) for name in ("norm", "proj")}
+    weights = open_weights(write_folder(tmp_path / "source", huggingface_config(ERNIE4_5), tensors))
+    assert weights.model.mtp_depth == 0 and "model.mtp_norm.0.weight and 1 more tensors" in weights.notes[0]
+    with pytest.raises(ConfigError, match=r"model\.mtp_norm\.0\.weight is used by nothing in the model"):
+        open_weights(changed(tmp_path / "v3", lambda t: t.update({"model.mtp_norm.0.weight": torch.ones(32)})))
+
+
 def test_old_rotary_buffers_are_passed_by(tmp_path: Path) -> None:
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     open_weights(changed(tmp_path / "source", lambda tensors: tensors.update({key: torch.ones(2)})))
@@ -127,11 +145,13 @@ def test_index_that_points_outside_its_folder_is_refused(place: str, tmp_path: P
         open_weights(source)
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"])
-def test_config_of_a_far_larger_model_is_refused_at_once(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "size"), [("num_hidden_layers", 10**4), ("n_routed_experts", 10**12), ("num_nextn_predict_layers", 10**12)]
+)
+def test_config_of_a_far_larger_model_is_refused_at_once(key: str, size: int, tmp_path: Path) -> None:
     source = random_folder(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {key: 10**12}))
+    (source / "config.json").write_text(json.dumps(config | {key: size}))
     with pytest.raises(
         ConfigError, match="describes a model of .* parameters in .* layers, and its files hold .* numbers"
     ):

@@ -80,22 +80,24 @@ class Family:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    router_bias: bool = False
+    router_bias: str = ""  # the module that holds the balancing bias, beside the gate
+    skipped: str = ""  # how names of tensors begin that transformers passes over too
     shared: str = "shared_experts"
     router: str = "gate"
     fused: bool = False  # the published folders have a layer's experts in one tensor, as gpt-oss's
 
 
 FAMILIES = {
-    "deepseek_v3": Family(router_bias=True),
-    "kimi_k2": Family(router_bias=True),
+    "deepseek_v3": Family(router_bias="gate"),
+    "kimi_k2": Family(router_bias="gate"),
     "deepseek_v2": Family(),
     "mixtral": Family(moe="block_sparse_moe", gate="w1", up="w3", down="w2"),
     "qwen3_moe": Family(),
     "qwen2_moe": Family(shared="shared_expert"),
     "olmoe": Family(),
-    "glm4_moe": Family(router_bias=True),
+    "glm4_moe": Family(router_bias="gate"),
     "gpt_oss": Family(router="router", fused=True),
+    "ernie4_5_moe": Family(router_bias="moe_statics", skipped="model.mtp_"),
 }
 
 
@@ -216,8 +218,7 @@ class _Model:
         keys = dict.fromkeys((f"{theirs}.{family.router}.weight", f"{fused}.{family.router}.weight"))
         shape = (m.num_experts, m.dim)
         yield Mapped(f"{ours}.router.weight", shape, tuple((Rows(key, shape),) for key in keys))
-        bias = ((Rows(f"{theirs}.gate.e_score_correction_bias", (m.num_experts,)),),) if family.router_bias else ()
-        yield Mapped(f"{ours}.router.expert_bias", (m.num_experts,), bias)
+        yield Mapped(f"{ours}.router.expert_bias", (m.num_experts,), tuple(self._router_bias(theirs)))
         if m.expert_biases:
             yield _same(f"{ours}.router.bias", f"{theirs}.{family.router}.bias", m.num_experts)
         if m.num_shared_experts:
@@ -230,6 +231,15 @@ class _Model:
                 yield from self._fused_expert(f"{ours}.experts.{e}", f"{theirs}.experts", e)
             else:
                 yield from self._expert(f"{ours}.experts.{e}", f"{theirs}.experts.{e}", f"{fused}.experts", e)
+
+    def _router_bias(self, theirs: str) -> Iterator[tuple[Rows]]:
+        """ERNIE's is a row, which transformers has in memory inside of the gate."""
+        module, shape = self.family.router_bias, (self.model.num_experts,)
+        if module == "gate":
+            yield (Rows(f"{theirs}.gate.e_score_correction_bias", shape),)
+        elif module:
+            for place in (module, f"gate.{module}"):
+                yield (Rows(f"{theirs}.{place}.e_score_correction_bias", shape, index=0),)
 
     def _fused_expert(self, ours: str, theirs: str, e: int) -> Iterator[Mapped]:
         """gpt-oss's, with biases."""

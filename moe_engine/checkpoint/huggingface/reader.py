@@ -144,10 +144,16 @@ class HuggingFaceWeights:
             if key in shapes and shapes[key] != shape
         ]
         scales = self._scales(expected, problems)
-        left = (key for key in shapes if key not in expected and key not in scales)
-        problems += [f"{key} is used by nothing in the model" for key in left if not _RECOMPUTED.fullmatch(key)]
+        left = [key for key in shapes if key not in expected and key not in scales and not _RECOMPUTED.fullmatch(key)]
+        skipped = [key for key in left if self.family.skipped and key.startswith(self.family.skipped)]
+        problems += [f"{key} is used by nothing in the model" for key in left if key not in skipped]
         if problems:
             raise ConfigError(f"{self.folder}: does not hold the model of its {CONFIG}: {in_one_line(problems)}")
+        if skipped:
+            self.notes.append(
+                f"{self.folder} holds MTP modules of a kind that is not built here, {skipped[0]} and "
+                f"{len(skipped) - 1} more tensors: the model is taken as one without MTP, as transformers takes it"
+            )
         return forms
 
     def _scales(self, expected: dict[str, tuple[int, ...]], problems: list[str]) -> set[str]:
