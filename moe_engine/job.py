@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
-from moe_engine.config.schema import Config
+from moe_engine.config.schema import Config, moments_format
 from moe_engine.data.baseline import BigramModel
 from moe_engine.data.batches import PackedDataset, micro_batches
 from moe_engine.data.corpus import Corpus, prepare_text
@@ -111,12 +111,20 @@ class Job:
     def _set_weights(self) -> None:
         """Where training starts: the run's newest checkpoint, weights from elsewhere, or the initial values."""
         if self.config.run.resume:
-            self._compare_data(self.trainer.load_newest(self.checkpoints).get("data", {}))
+            saved = self.trainer.load_newest(self.checkpoints)
+            self._compare_moments(saved.get("moments"))
+            self._compare_data(saved.get("data", {}))
         elif self.config.train.init_from:
             source = Path(self.config.train.init_from)
             for line in self.trainer.load_weights(source):
                 self.console.print(line)
             self.console.print(f"starting from the weights in {source}")
+
+    def _compare_moments(self, before: str | None) -> None:
+        """Say so when the optimizer's moments had another format. Checkpoints of before there was a choice say none."""
+        now = moments_format(self.config.precision)
+        if before not in (None, now):
+            self.console.print(f"the checkpoint's moments are {before} and this run's {now}: they are converted")
 
     def _data_meta(self) -> dict[str, str]:
         return {"tokenizer": self.corpus.tokenizer.name, "content_digest": self.corpus.content_digest}

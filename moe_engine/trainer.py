@@ -23,7 +23,7 @@ from moe_engine.checkpoint.weights import model_meta, model_of, require_model
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import to_yaml
 from moe_engine.config.routing import routing_mode
-from moe_engine.config.schema import Config, moe_layer_config
+from moe_engine.config.schema import Config, moe_layer_config, moments_format
 from moe_engine.distributed.collectives import CollectiveLog
 from moe_engine.distributed.device import pair_sms, synchronizer
 from moe_engine.distributed.groups import Groups, build_groups
@@ -339,6 +339,7 @@ class Trainer:
         meta = {
             **model_meta(self.config.model),
             "data": dict(data or {}),
+            "moments": moments_format(self.config.precision),
             "tokens_seen": self.tokens_seen,
             "optimizer_steps": self.optimizer.state_steps,
             "experts": self.rebalancer.state(),

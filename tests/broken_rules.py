@@ -168,6 +168,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "precision.bf16_first_layers=5: the model has model.num_layers=4; use precision.bf16_first_layers=4 or less",
     ),
     ({"precision__compute": "float16"}, "precision.compute=float16: no such choice"),
+    ({"precision__moments": "bf16"}, "precision.moments=bf16: no such choice; there are master, bfloat16"),
+    (
+        {"precision__moments": "float64"},
+        "precision.moments=float64: have at most the bits of precision.master=float32; use precision.moments=master",
+    ),
+    (
+        {"precision__moments": "bfloat16", "optim__beta1": 0.997},
+        "optim.beta1=0.997: a step without gradient changes a moment by less than bf16 rounds it, and it would never "
+        "fall; use optim.beta1=0.9, 0.99609375 at most, or precision.moments=master",
+    ),
+    ({"precision__moments": "bfloat16", "optim__beta2": 0.999}, "optim.beta2=0.999: a step without gradient changes"),
     ({"precision__gradient": "bfloat16"}, "precision.gradient=bfloat16: no such choice; did you mean"),
     (
         {"precision__compute": "float32"},

@@ -26,6 +26,10 @@ PRECISIONS = {
     "fp64": PrecisionConfig("fp64", "float64", "float64", "float64"),
     "fp32": PrecisionConfig("fp32", "float32", "float32", "float32"),
     "bf16": PrecisionConfig("bf16", "bfloat16", "float32", "float32"),
+    # AdamW's moments in bf16, under masters whose last bits round few of them otherwise
+    "fp64_moments": PrecisionConfig("fp64", "float64", "float64", "float64", "bfloat16"),
+    "bf16_moments": PrecisionConfig("bf16", "bfloat16", "float32", "float32", "bfloat16"),
+    "fp8_moments": PrecisionConfig("fp8", "bfloat16", "float32", "float32", "bfloat16"),
     "fp8": PrecisionConfig("fp8", "bfloat16", "float32", "float32"),
     "fp8_wide_wgrad": PrecisionConfig("fp8", "bfloat16", "float32", "float32", wgrad="bf16", bf16_first_layers=1),
 }

@@ -21,7 +21,9 @@ from moe_engine.optim.zero import ZeroOptimizer
 
 PRECISIONS = {
     "bf16": PrecisionConfig("bf16", "bfloat16", "float32", "float32"),
+    "bf16_moments": PrecisionConfig("bf16", "bfloat16", "float32", "float32", "bfloat16"),
     "fp32": PrecisionConfig("fp32", "float32", "float32", "float32"),
+    "fp32_moments": PrecisionConfig("fp32", "float32", "float32", "float32", "bfloat16"),
     "fp64": PrecisionConfig("fp64", "float64", "float64", "float64"),
 }
 NUM_EXPERTS = 4

@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_engine.optim.zero import Shard
 
 EXTRA = "buffer"  # the kind of tensors beside the optimizer's states
+MOMENTS = ("exp_avg", "exp_avg_sq")  # kinds that are converted where a run keeps them in another format
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def merge(stored: Iterable[tuple[str, Entry]]) -> dict[str, Entry]:
 
 
 def mismatches(entries: Mapping[str, Entry], parts: Iterable[Part]) -> list[str]:
-    """What keeps `parts` from being filled, a line each: missing keys, other shapes, other dtypes."""
+    """What keeps `parts` from being filled, a line each: missing keys, other shapes, other dtypes but of moments."""
     found = []
     for part in parts:
         entry = entries.get(part.key)
@@ -114,7 +115,7 @@ def mismatches(entries: Mapping[str, Entry], parts: Iterable[Part]) -> list[str]
             found.append(f"{part.key} is missing")
         elif entry.shape != part.shape:
             found.append(f"{part.key} has shape {list(entry.shape)} where the model has {list(part.shape)}")
-        elif entry.dtype != part.dtype:
+        elif entry.dtype != part.dtype and part.key.partition("/")[0] not in MOMENTS:
             found.append(f"{part.key} is {entry.dtype} where this run has {part.dtype}")
     return found
 

@@ -89,9 +89,9 @@ def load(
 
     With `world`, all ranks call this together, a failure of one is raised on all, and tensors that no rank wants
     are refused. Without, the caller reads its part for itself.
-    Raises ConfigError naming damaged or missing files, missing or unexpected names, and tensors of another shape or
-    dtype; a file that is damaged where this rank needs no part of it goes unseen. After an error some tensors may
-    already be filled.
+    Moments of another dtype are converted. Raises ConfigError naming damaged or missing files, missing or unexpected
+    names, and other tensors of another shape or dtype; a file that is damaged where this rank needs no part of it goes
+    unseen. After an error some tensors may already be filled.
     """
     parts = parts_of(shards, extras)
     found: list[Index] = []  # too large to be sent around

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.schema import Config
+from moe_engine.config.schema import Config, moments_format
 from moe_engine.planner.flops import parameter_count
 
-_BYTES = {"float32": 4, "float64": 8}
-_STATES = 3  # what a checkpoint has for each parameter: master weight and two moments
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _RESULTS = ("metrics.jsonl", "summary.json", "loss.png", "config.yaml", "environment.json", "tb", "checkpoints")
 
 
@@ -74,7 +73,8 @@ def _name_problem(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _room_problem(config: Config, folder: Path) -> Iterator[str]:
-    needed = parameter_count(config.model).total * _STATES * _BYTES[config.precision.master]
+    master, moments = (_BYTES[name] for name in (config.precision.master, moments_format(config.precision)))
+    needed = parameter_count(config.model).total * (master + 2 * moments)  # what a checkpoint has of each parameter
     free = shutil.disk_usage(_nearest(folder)).free
     if free < needed:
         yield (

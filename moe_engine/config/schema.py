@@ -215,7 +215,8 @@ class PrecisionConfig:
     name: str = "bf16"  # the recipe: bf16 | fp32 | fp64 | fp8: bf16 with the products of layers and experts in fp8
     compute: str = "bfloat16"  # parameters and activations
     gradient: str = "float32"  # sums of gradients
-    master: str = "float32"  # master weights and AdamW's moments
+    master: str = "float32"  # master weights
+    moments: str = "master"  # of AdamW: as master weights | bfloat16, as DeepSeek-V3 keeps them | float32 | float64
     # fp8 alone
     wgrad: str = "fp8"  # fp8 | bf16: the operands of weight gradients
     power_of_two_scales: bool = True  # else any fp32 number, and the tiles of a kept input change with a rounding
@@ -307,6 +308,11 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+
+
+def moments_format(precision: PrecisionConfig) -> str:
+    """The format of AdamW's moments: the one that is named, or that of master weights."""
+    return precision.master if precision.moments == "master" else precision.moments
 
 
 def moe_layer_config(model: ModelConfig, moe: MoESection) -> MoEConfig:

@@ -17,11 +17,12 @@ from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_length, check_model
 from moe_engine.config.routing_rules import check_room, check_routing, check_routing_mode
 from moe_engine.config.rules import Rules, divisors, nearest
-from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig
+from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig, moments_format
 
 # recipe: its compute format
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 
+LONGEST_BF16_MEMORY = 1 - 2**-8  # the largest beta of moments in bf16
 _WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
 _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
@@ -31,6 +32,7 @@ _CHOICES = {
     "precision.compute": tuple(_WIDTHS),
     "precision.gradient": ("float32", "float64"),
     "precision.master": ("float32", "float64"),
+    "precision.moments": ("master", *_WIDTHS),
     "precision.wgrad": ("fp8", "bf16"),
     "train.kernels": ("auto", "triton", "hopper"),
 }
@@ -114,7 +116,7 @@ def _data_parallel(config: Config, world: int | None) -> int:
 
 def check_precision(rules: Rules) -> None:
     """The formats of section `precision`, and the options of its recipe."""
-    names = ("name", "compute", "gradient", "master", "wgrad")
+    names = ("name", "compute", "gradient", "master", "moments", "wgrad")
     for name in names:
         rules.one_of(f"precision.{name}", _CHOICES[f"precision.{name}"])
     if not rules.sound(*(f"precision.{name}" for name in names)):
@@ -130,6 +132,12 @@ def check_precision(rules: Rules) -> None:
                 f"precision.{name}",
                 f"must be at least as wide as precision.compute={compute}; use precision.{name}={compute}",
             )
+    moments, master = moments_format(rules["precision"]), rules["precision.master"]
+    if _WIDTHS[moments] > _WIDTHS[master]:
+        rules.refuse(
+            "precision.moments",
+            f"have at most the bits of precision.master={master}; use precision.moments=master",
+        )
     _check_fp8(rules)
 
 
@@ -184,11 +192,24 @@ def _check_optim_and_data(rules: Rules) -> None:
     rules.positive(1e-8, "optim.eps")
     rules.at_least(0, "optim.warmup_steps", "optim.weight_decay", "optim.clip", "data.max_bytes")
     rules.fraction(0.9, "optim.beta1", "optim.beta2")
+    if rules.sound("precision.moments") and moments_format(rules["precision"]) == "bfloat16":
+        _check_short_memory(rules)
     rules.fraction(0.05, "data.validation_fraction")
     if not 0 <= rules["optim.min_lr_ratio"] <= 1:
         rules.refuse("optim.min_lr_ratio", "must be from 0 to 1, for example optim.min_lr_ratio=0.1")
     if not rules["data.cache_dir"]:
         rules.refuse("data.cache_dir", "a folder is needed, for example data.cache_dir=data_cache")
+
+
+def _check_short_memory(rules: Rules) -> None:
+    """bf16 rounds by up to 1/256 of a number: a moment that a step makes smaller by less than that never falls."""
+    for name, usual in (("optim.beta1", 0.9), ("optim.beta2", 0.95)):
+        if rules.sound(name) and rules[name] > LONGEST_BF16_MEMORY:
+            rules.refuse(
+                name,
+                "a step without gradient changes a moment by less than bf16 rounds it, and it would never fall; "
+                f"use {name}={usual}, {LONGEST_BF16_MEMORY} at most, or precision.moments=master",
+            )
 
 
 def _check_train(rules: Rules) -> None:

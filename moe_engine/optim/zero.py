@@ -1,10 +1,10 @@
 """ZeRO-1: parameters and gradients whole on every rank, optimizer states in shards.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054,
-section 5.1). Parameters with the same sharers and weight decay are a bucket: one flat buffer of values in the
-compute format, one of fp32 gradients, and this rank's shard of fp32 master weights and moments. In bf16 that is
-6 + 12/shards bytes a parameter. The sharers are the holders' data-parallel ranks for dense parameters, and the
-holders' ranks with the same experts for experts.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054, section
+5.1). Parameters with the same sharers and weight decay are a bucket: one flat buffer of values in the compute format,
+one of fp32 gradients, and this rank's shard of fp32 master weights and moments. In bf16 that is 6 + 12/shards bytes a
+parameter, with `precision.moments=bfloat16` 6 + 8/shards. The sharers are the holders' data-parallel ranks for dense
+parameters, and the holders' ranks with the same experts for experts.
 
 `parameter.grad` is a view of the flat gradient buffer from the start, in `precision.gradient`
 (`Tensor.grad_dtype` lets a bf16 parameter have an fp32 gradient): autograd accumulates into it in place, nothing is
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_engine.config.schema import OptimConfig, PrecisionConfig
+from moe_engine.config.schema import OptimConfig, PrecisionConfig, moments_format
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import aligned
@@ -85,9 +85,8 @@ class _Bucket:
         self, members: list[NamedParameter], communicator: Communicator, weight_decay: float, precision: PrecisionConfig
     ) -> None:
         self.members, self.communicator, self.weight_decay = members, communicator, weight_decay
-        compute, gradient, master = (
-            getattr(torch, name) for name in (precision.compute, precision.gradient, precision.master)
-        )
+        formats = (precision.compute, precision.gradient, precision.master, moments_format(precision))
+        compute, gradient, master, moments = (getattr(torch, name) for name in formats)
         device, size = members[0].parameter.device, communicator.size
         self.offsets, used = [], 0
         for named in members:
@@ -100,8 +99,8 @@ class _Bucket:
         self._take_parameters()
         # After the parameters' old storage is freed, so that start-up needs no more memory than training.
         self.gradients = torch.zeros(size * self.shard_size, dtype=gradient, device=device)
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.exp_avg = torch.zeros_like(self.master, dtype=moments)
+        self.exp_avg_sq = torch.zeros_like(self.master, dtype=moments)
         for named in members:
             named.parameter.grad = None
             named.parameter.grad_dtype = gradient

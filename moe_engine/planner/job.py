@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.config.schema import Config, moe_layer_config
+from moe_engine.config.schema import Config, moe_layer_config, moments_format
 from moe_engine.layout import Layout, Placement, stages_of
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.stages import Cut
@@ -24,7 +24,6 @@ def placement_of(config: Config) -> Placement:
 def cut_of(config: Config) -> Cut:
     """The job's model over its ranks. `config` must be resolved."""
     pipeline, train, precision = config.pipeline, config.train, config.precision
-    master = _BYTES[precision.master]
     strategy = Strategy(
         recompute=recomputed_parts(config.recompute),
         layout=Layout.of(config.parallel),
@@ -51,8 +50,8 @@ def cut_of(config: Config) -> Cut:
             bf16_last=precision.bf16_last_layers,
             parameter=_BYTES[precision.compute],
             gradient=_BYTES[precision.gradient],
-            master=master,
-            moments=2 * master,
+            master=_BYTES[precision.master],
+            moments=2 * _BYTES[moments_format(precision)],
         ),
     )
     return Cut(architecture(config.model), strategy, placement_of(config))

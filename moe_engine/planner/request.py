@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.schema import ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from moe_engine.config.schema import (
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+    moments_format,
+)
 from moe_engine.layout import Layout
 from moe_engine.planner.architecture import Architecture, architecture
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
@@ -22,17 +29,17 @@ class PlanSection:
     """Section `plan`: what the planner needs besides the sections that `train` has too.
 
     compute: format of matrix products, bf16, fp8 or fp4; empty: that of section `precision`. moment_bytes: of both
-    AdamW moments of a parameter. load: rows of the busiest rank's experts over the mean. keeping: what is kept for
-    backward, as in this engine or as in megatron. The *_hidden options are shares of communication that runs beside
-    computation; cp_hidden, dp_hidden left out: all of it, and nothing by records of a machine without a GPU, whose
-    cores send too. efficiencies: a table that `plan fit=` wrote, or records of `moe-engine bench` (a folder of one or
-    of several, or a results.jsonl); software: whose efficiencies of the table, empty for those with most rows.
-    matmul … block_us: efficiencies by hand; 0: those of the table or the records.
+    AdamW moments of a parameter; left out: those of section `precision`. load: rows of the busiest rank's experts over
+    the mean. keeping: what is kept for backward, as in this engine or as in megatron. The *_hidden options are shares
+    of communication that runs beside computation; cp_hidden, dp_hidden left out: all of it, and nothing by records of a
+    machine without a GPU, whose cores send too. efficiencies: a table that `plan fit=` wrote, or records of `moe-engine
+    bench` (a folder of one or of several, or a results.jsonl); software: whose efficiencies of the table, empty for
+    those with most rows. matmul … block_us: efficiencies by hand; 0: those of the table or the records.
     """
 
     compute: str = ""
     fp8_activations: bool = False
-    moment_bytes: float = 8.0
+    moment_bytes: float | None = None
     recompute: list[str] = field(default_factory=list)
     etp: int = 1
     shard: int = 0
@@ -134,7 +141,7 @@ def precision_of(precision: PrecisionConfig, plan: PlanSection) -> Precision:
         parameter=_WIDTH[precision.compute],
         gradient=_WIDTH[precision.gradient],
         master=_WIDTH[precision.master],
-        moments=plan.moment_bytes,
+        moments=2 * _WIDTH[moments_format(precision)] if plan.moment_bytes is None else plan.moment_bytes,
         fp8_activations=plan.fp8_activations,
         codes=precision.name == "fp8",
         code_copies=1 + precision.keep_transposed_codes,
@@ -192,7 +199,7 @@ def wrong_values(
         if not 0 <= (getattr(plan, name) or 0.0) <= 1:
             problems.append(f"plan.{name}={getattr(plan, name)}: a share, from 0 to 1; use plan.{name}=0.5")
     for name in ("moment_bytes", "block_us", "shard"):
-        if getattr(plan, name) < 0:
+        if (getattr(plan, name) or 0) < 0:
             problems.append(f"plan.{name}={getattr(plan, name)}: must be 0 or more; use plan.{name}=0")
     if any(size < 0 for size in plan.stage_layers):
         problems.append(f"plan.stage_layers={plan.stage_layers}: layers of each stage, 0 or more; use [3,2] for five")

@@ -49,9 +49,9 @@ def _biases(groups: Groups, fill: float | None = None) -> dict[str, Tensor]:
     return biases if fill is None else {name: torch.full_like(bias, fill) for name, bias in biases.items()}
 
 
-def _save(rank: int, layout: Layout, folder: Path, more: bool = False) -> list[dict[str, Any]]:
+def _save(rank: int, layout: Layout, folder: Path, more: bool = False, precision: str = "bf16") -> list[dict[str, Any]]:
     """Train, save; with `more`, go on for a step. The states at the save and at the end."""
-    named, groups, optimizer = optimizer_of(rank, layout, OPTIM, "bf16")
+    named, groups, optimizer = optimizer_of(rank, layout, OPTIM, precision)
     for step in range(STEPS):
         _step(named, groups, optimizer, step)
     meta = {"optimizer_steps": optimizer.state_steps, "tokens_seen": 1003}
@@ -64,10 +64,10 @@ def _save(rank: int, layout: Layout, folder: Path, more: bool = False) -> list[d
 
 
 def _load(
-    rank: int, layout: Layout, folders: list[Path]
+    rank: int, layout: Layout, folders: list[Path], precision: str = "bf16"
 ) -> list[tuple[list[dict[str, Any]], list[tuple[str, Tensor]]]]:
     """From each folder: load and go on for a step. The states after loading and after that, and the parameters."""
-    named, groups, optimizer = optimizer_of(rank, layout, OPTIM, "bf16")
+    named, groups, optimizer = optimizer_of(rank, layout, OPTIM, precision)
     results = []
     for folder in folders:
         for shard in optimizer.named_shards():  # nothing of before may survive
@@ -115,6 +115,21 @@ def test_checkpoint_of_every_layout_loads_and_goes_on(
         for _, parameters in by_rank:
             for name, piece in parameters:
                 assert torch.equal(piece, truth[0]["master"][name].bfloat16()), (name_of(source), name)
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16", "bf16_moments"), ("bf16_moments", "bf16")])
+def test_moments_of_another_format_are_converted(before: str, after: str, tmp_path: Path) -> None:
+    """Saved on four ranks, loaded on three: rounded to the nearest, or widened as they are; masters stay."""
+    four, three = Layout(pp=2, dp=2, ep=2), Layout(dp=3)
+    saved = [states for (states,) in run_ranks(four.world, _save, four, tmp_path, False, before)]
+    loaded = run_ranks(three.world, _load, three, [tmp_path], after)
+    for kind in KINDS:
+        right, found = whole(states[kind] for states in saved), whole(by_rank[0][0][0][kind] for by_rank in loaded)
+        narrow = after == "bf16_moments" and kind != "master"
+        for name in SHAPES:
+            assert found[name].dtype == (torch.bfloat16 if narrow else torch.float32)
+            assert torch.equal(found[name], right[name].to(found[name].dtype)), (kind, name)
+            assert found[name].any()
 
 
 def test_training_has_moved_what_the_matrix_compares(

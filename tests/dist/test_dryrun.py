@@ -28,7 +28,7 @@ from moe_engine.trainer import Trainer
 
 FAST = [
     Case(pp=2, dp=2, ep=2, schedule="dualpipe", precision="bf16"),
-    Case(dp=2, ep=2, precision="bf16", recompute="selective"),
+    Case(dp=2, ep=2, precision="bf16_moments", recompute="selective"),
 ]
 MORE = [
     Case(pp=2, dp=2, ep=2),

@@ -20,7 +20,7 @@ STRAIGHT = ("1f1b", "gpipe", "split_1f1b", "zb_h1", "overlapped_1f1b", "interlea
 FOLDED = ("zbv", "dualpipev")  # both ends of the model on one rank
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "fp8", pytest.param("fp8_moments", marks=pytest.mark.slow)])
 def test_moving_experts_changes_no_bit_with_exact_combine(precision: str) -> None:
     """Losses, gradients, norms, biases, masters and moments."""
     case = Case(pp=2, dp=4, ep=2, schedule="zb_h1", combine="exact", precision=precision, steps=3)

@@ -9,7 +9,7 @@ import pytest
 from layout_cases import GLOBAL_BATCH, Case
 from layouts import Record, differences, run, truth
 
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+TOLERANCE = {"fp64": 1e-10, "fp64_moments": 1e-10, "fp32": 1e-5}
 
 
 def assert_equal(case: Case, record: Record) -> None:
@@ -50,6 +50,7 @@ FEW = [
     Case(pp=2, dp=2, ep=1, schedule="split_1f1b", padding=True),
     Case(pp=4, dp=1, tied=True, schedule="zbv"),
     Case(pp=2, dp=4, ep=2, skew=True, placement=2),
+    Case(pp=2, dp=2, ep=2, schedule="dualpipe", placement=2, precision="fp64_moments", steps=3, total_steps=3),
 ]
 FEATURES = [
     Case(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", virtual_stages=2, tied=True, steps=3),
@@ -244,6 +245,26 @@ def test_pairs_uneven_stages_and_other_ways_equal_one_process(case: Case) -> Non
 def test_layout_equals_one_process_in_fp32() -> None:
     case = Case(pp=2, dp=2, ep=2, micro_batch=2, precision="fp32")
     assert_equal(case, run(case))
+
+
+def rounded_moments() -> list[Case]:
+    """AdamW's moments in bf16: over replicas, holders, schedules, shards cut anywhere, experts that move."""
+    cases = [
+        Case(dp=4, ep=2, tied=True),
+        Case(pp=2, dp=2, schedule="zb_h1", recompute="full", padding=True),
+        Case(pp=2, dp=4, ep=2, placement=1, schedule="dualpipe", skew=True, rows=16),
+        Case(pp=2, cp=2, ep=2, schedule="overlapped_1f1b"),
+        Case(pp=4, dp=2, ep=2, schedule="zbv", model="qwen3", tied=True),
+    ]
+    return [replace(case, precision="fp64_moments") for case in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", rounded_moments(), ids=str)
+def test_rounded_moments_equal_one_process(case: Case) -> None:
+    record = run(case)
+    assert_equal(case, record)
+    assert_same_order(record)
 
 
 def moving() -> list[Case]:

@@ -58,6 +58,13 @@ def test_every_checkpoint_goes_on_in_every_layout(saver: Case, loader: Case, tmp
     assert max(goes_on(saver, loader, tmp_path).values()) < 1e-10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("saver", "loader"), [(1, 2), (2, 4), (3, 0)])
+def test_rounded_moments_go_on_in_another_layout(saver: int, loader: int, tmp_path: Path) -> None:
+    one, other = (replace(LAYOUTS[place], precision="fp64_moments") for place in (saver, loader))
+    assert max(goes_on(one, other, tmp_path).values()) < 1e-10
+
+
 @pytest.mark.parametrize("placement", [2, 3])
 def test_going_on_in_the_same_layout_changes_no_bit(placement: int, tmp_path: Path) -> None:
     """Also with experts that moved before the checkpoint, or move after it by loads counted before and after."""

@@ -49,8 +49,11 @@ def _no_decay(name: str) -> bool:
     return len(SHAPES[name]) < 2 or name.endswith("router.weight") or name == "embedding.weight"
 
 
-def _reference(dtype: torch.dtype) -> dict[str, Any]:
-    """torch's fused AdamW on whole parameters, filled up to whole vectors: it updates what is left by other code."""
+def _reference(dtype: torch.dtype, moments: torch.dtype) -> dict[str, Any]:
+    """torch's fused AdamW on whole parameters, filled up to whole vectors: it updates what is left by other code.
+
+    moments: the format that these are rounded to after each step.
+    """
     parameters = {name: torch.nn.Parameter(_filled(value(name, dtype))) for name in SHAPES}
     groups = [
         {"params": [p for name, p in parameters.items() if _no_decay(name) == no_decay], "weight_decay": decay}
@@ -64,6 +67,9 @@ def _reference(dtype: torch.dtype) -> dict[str, Any]:
         for name, parameter in parameters.items():
             parameter.grad = _filled(gradient(name, step).to(dtype) * scale)
         adamw.step()
+        for state in adamw.state.values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind].copy_(state[kind].to(moments))
     found: dict[str, Any] = {"norms": norms, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, parameter in parameters.items():
         states = {"master": parameter.detach(), **adamw.state[parameter]}
@@ -79,24 +85,37 @@ def _filled(x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict[str, Any]]:
-    return {"fp32": _reference(torch.float32), "fp64": _reference(torch.float64)}
+    return {
+        "fp32": _reference(torch.float32, torch.float32),
+        "fp32_moments": _reference(torch.float32, torch.bfloat16),
+        "fp64": _reference(torch.float64, torch.float64),
+    }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        *((layout, "fp32") for layout in LAYOUTS),
+        *((layout, "fp32_moments") for layout in (Layout(dp=4, ep=2), Layout(pp=2, dp=2, ep=2))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
 def test_gradients_and_states_have_the_bits_of_torch_in_one_process(
-    layout: Layout, references: dict[str, dict[str, Any]]
+    layout: Layout, precision: str, references: dict[str, dict[str, Any]]
 ) -> None:
-    results = run_ranks(layout.world, _train, layout, "fp32")
+    results = run_ranks(layout.world, _train, layout, precision)
     gradients = whole(result["gradients"] for result in results)
     for name in SHAPES:  # raw: before clipping
         assert torch.equal(gradients[name].double(), gradient(name, STEPS - 1)), name
     for kind in ("master", "exp_avg", "exp_avg_sq"):
-        found, right = whole(result[kind] for result in results), references["fp32"][kind]
+        found, right = whole(result[kind] for result in results), references[precision][kind]
         assert found.keys() == SHAPES.keys()
+        narrow = precision == "fp32_moments" and kind != "master"
         for name in SHAPES:
-            assert torch.equal(found[name], right[name]), (kind, name)
+            assert found[name].dtype == (torch.bfloat16 if narrow else torch.float32)
+            assert torch.equal(found[name].float(), right[name]), (kind, name)
     for result in results:
-        assert result["norms"] == references["fp32"]["norms"]
+        assert result["norms"] == references[precision]["norms"]
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)], ids=name_of)
@@ -186,9 +205,9 @@ def test_shards_that_leave_a_gap_are_refused_on_all_ranks() -> None:
     assert all("a: 3 of 4 elements" in message for message in run_ranks(2, _wrong_sharers))
 
 
-def _memory(rank: int, layout: Layout) -> tuple[int, int, float]:
+def _memory(rank: int, layout: Layout, precision: str, states: int) -> tuple[int, int, float]:
     """(bytes held, padding allowed, bytes by the formula) of one rank."""
-    named, groups, optimizer = optimizer_of(rank, layout, OPTIM, "bf16")
+    named, groups, optimizer = optimizer_of(rank, layout, OPTIM, precision)
     tensors = [t for each in named for t in (each.parameter.data, each.parameter.grad)]
     tensors += [t for shard in optimizer.named_shards() for t in shard.states.values()]
     tensors += [t for bucket in optimizer._buckets for t in vars(bucket).values() if isinstance(t, Tensor)]
@@ -196,14 +215,23 @@ def _memory(rank: int, layout: Layout) -> tuple[int, int, float]:
     formula = 0.0
     for each in named:
         shards = (groups.expert if each.expert else groups.dense)[each.holders].size
-        formula += (6 + 12 / shards) * each.parameter.numel()
+        formula += (6 + states / shards) * each.parameter.numel()
     padding = 18 * 64 * (len(named) + len(optimizer._buckets) * groups.world.size)
     return held, padding, formula
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(pp=2, dp=2, ep=2)], ids=name_of)
-def test_memory_is_6_bytes_and_a_share_of_12_for_each_parameter(layout: Layout) -> None:
-    for held, padding, formula in run_ranks(layout.world, _memory, layout):
+@pytest.mark.parametrize(
+    ("layout", "precision", "states"),
+    [
+        (Layout(), "bf16", 12),
+        (Layout(dp=2), "bf16_moments", 8),
+        (Layout(pp=2, dp=2, ep=2), "bf16", 12),
+    ],
+)
+def test_memory_is_6_bytes_and_a_share_of_12_or_8_for_each_parameter(
+    layout: Layout, precision: str, states: int
+) -> None:
+    for held, padding, formula in run_ranks(layout.world, _memory, layout, precision, states):
         assert formula <= held <= formula + padding
 
 

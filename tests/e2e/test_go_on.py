@@ -34,12 +34,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_goes_on_with_other_options(trained: Path) -> None:
-    """Learning rate, batch, text, steps and layout may change; changed text is said."""
+    """Learning rate, batch, text, steps, layout and the format of moments may change; other text or format is said."""
     other = f"data.text_paths=[{CORPUS / 'counting.txt'},{CORPUS / 'license.txt'}]"
     words = [f"train.steps={STEPS + 2}", "train.global_batch=4", "optim.lr=1e-4", "parallel.pp=2"]
-    words += ["train.micro_batch=1", "run.name=first", "run.resume=true", other]
+    words += ["train.micro_batch=1", "run.name=first", "run.resume=true", other, "precision.moments=bfloat16"]
     out = moe_engine(trained, "train", *SMALL, *words)
     assert "the data are not those of the checkpoint" in out
+    assert "the checkpoint's moments are float32 and this run's bfloat16: they are converted" in out
     lines = metrics(trained / "runs" / "first")
     assert [line["step"] for line in lines] == list(range(STEPS + 2))
     assert lines[STEPS]["lr"] < 1e-4 < lines[STEPS - 1]["lr"]

@@ -111,6 +111,8 @@ RANGES = [
     Mistake("moe.combine=fast", "no such choice", "exact", works="moe.combine=exact"),
     Mistake("precision.compute=float16", "no such choice", "bfloat16", works="precision.compute=bfloat16"),
     Mistake("precision.compute=float32", "recipe bf16 computes in bfloat16", "precision=fp32"),
+    Mistake("precision.moments=bf16", "no such choice", "bfloat16", works="precision.moments=bfloat16"),
+    Mistake("optim.beta2=0.999", "it would never fall", "optim.beta2=0.95", beside="precision.moments=bfloat16"),
 ]  # fmt: skip
 LAYOUTS = [
     Mistake("parallel.pp=9", "the model has blocks for 2 stages", "parallel.pp=2"),

@@ -24,7 +24,7 @@ BETWEEN = "model=qwen3_30b_a3b model.dim=256 model.vocab_size=1000 parallel.dp=4
 FAST = [
     (f"{MINI} pipeline=dualpipe parallel.pp=2", 0, 1.0),
     ("model=mini_v3 model.num_layers=6 pipeline=zbv parallel.pp=2 parallel.dp=4 parallel.ep=2 recompute=full", 0, 1.0),
-    (f"{MINI} parallel.pp=1 precision=fp8 moe.wire=fp8", 0, 1.0),
+    (f"{MINI} parallel.pp=1 precision=fp8 precision.moments=bfloat16 moe.wire=fp8", 0, 1.0),
     ("model=mini_v3 model.num_layers=2 model.mtp_depth=0 parallel.dp=32 parallel.ep=4 moe.dispatch=hierarchical "
      "parallel.ranks_per_node=2 moe.max_recv_rows=1024", 0, 1.0),
     (f"{SHARED} parallel.cp=2 cp.exchange=ring", 0, 1.0),

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from moe_engine.__main__ import main
+from moe_engine.cli.plan import PlanConfig
+from moe_engine.config.load import load
+from moe_engine.planner.request import precision_of
 
 SMALL = ["cluster.gpus=16", "train.global_batch=64", "train.micro_batch=1", "train.seq_len=1024"]
 
@@ -70,6 +73,16 @@ def test_a_dense_model_over_four_axes(capsys: pytest.CaptureFixture[str]) -> Non
     words = ["parallel.pp=2", "parallel.tp=2", "parallel.cp=2", "parallel.zero=3", "model.num_layers=8"]
     assert run("model.num_dense_layers=8", "model.mtp_depth=0", *words, *SMALL) == 0
     assert "pp 2 x dp 2 x cp 2 x tp 2" in capsys.readouterr().out
+
+
+def test_moments_have_the_bytes_of_their_format_or_those_given() -> None:
+    def moments(*words: str) -> float:
+        config = load("plan", ["cluster.gpus=16", *words], PlanConfig)
+        return precision_of(config.precision, config.plan).moments
+
+    assert (moments(), moments("precision=fp64"), moments("precision.moments=bfloat16")) == (8, 16, 4)
+    assert moments("precision.moments=bfloat16", "plan.moment_bytes=2") == 2
+    assert moments("model=deepseek_v3", "cluster=h800_2048", "parallel=deepseek_v3") == 4
 
 
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
