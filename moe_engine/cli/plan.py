@@ -108,7 +108,10 @@ def run(words: list[str]) -> int:
     config = load("plan", words, PlanConfig)
     _check_options(config)
     if config.topic:
-        _print([_memory_70b(config.cluster.gpus)])
+        example = [_memory_70b(config.cluster.gpus)]
+        _print(example)
+        if config.out:
+            _write(Path(config.out), {".md": report.markdown(example, [])})
         return 0
     if config.validate or config.fit:
         return _measured(config)
@@ -198,12 +201,16 @@ def _measured(config: PlanConfig) -> int:
     """Predict, or fit to, a table of published measurements."""
     from moe_engine.cli.plan_measured import calibration, validation
 
-    if config.fit:
-        tables = calibration(Path(config.fit), Path(config.out))
-    else:
-        tables = validation(Path(config.validate), config.cluster)
-        if config.out:
-            out_file.write(config.out, report.markdown(tables, []))
+    option, given = ("fit", config.fit) if config.fit else ("validate", config.validate)
+    try:
+        tables = calibration(Path(given), Path(config.out)) if config.fit else validation(Path(given), config.cluster)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError(
+            "\n".join(f"{option}={line}" if line.startswith(f"{given}:") else line for line in lines)
+        ) from None
+    if config.out and not config.fit:
+        out_file.write(config.out, report.markdown(tables, []))
     _print(tables)
     if config.out:
         print(f"written to {config.out}")
@@ -256,7 +263,9 @@ def _check_options(config: PlanConfig) -> None:
             problems.append(f"{option}: is for a dry run; use dry_run=true, or leave it out")
     out = Path(config.out)
     suffixes: tuple[str, ...]
-    if config.fit:
+    if config.topic:
+        what, suffixes = "a worked example is written as markdown", (".md",)
+    elif config.fit:
         what, suffixes = "fitted efficiencies are a table", (".csv",)
     elif config.validate:
         what, suffixes = "a validation is written as markdown", (".md",)

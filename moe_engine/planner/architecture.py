@@ -184,7 +184,7 @@ class Architecture:
         moe = (self.num_moe_layers + self.mtp_depth) if self.num_experts else 0
         weights = blocks * sum(matrix.size for matrix in self.attention())
         weights += (blocks - moe) * sum(matrix.size for matrix in self.mlp(self.dense_hidden))
-        weights += moe * (self.top_k * self.expert_size)
+        weights += moe * (self.top_k * (self.expert_size - sum(self.expert_vectors)))
         weights += moe * sum(matrix.size for matrix in self.mlp(self.shared_hidden))
         weights += self.mtp_depth * 2 * self.dim * self.dim + (1 + self.mtp_depth) * self.vocabulary_size
         width = self.num_heads * (self.qk_head_dim + self.v_head_dim)

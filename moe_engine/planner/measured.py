@@ -84,9 +84,9 @@ class Tables:
 def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file; lines that begin with # are comments. Raises ConfigError naming a file that is none."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file; name a CSV file with a line of column names")
     try:
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        lines = [line for line in path.read_text("utf-8-sig").splitlines() if not line.startswith("#")]
         return list(csv.DictReader(lines))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: not readable as a table: {error}") from None

@@ -219,7 +219,11 @@ def _misfits(
             f"{others * dp} ranks; use cluster.gpus={others * dp}, or leave parallel.dp out"
         )
     stage = dp * parallel.cp * parallel.tp
-    if stage % (parallel.ep * plan.etp):
+    if stage % plan.etp:
+        problems.append(
+            f"plan.etp={plan.etp}: must divide the {stage} ranks of a stage; use plan.etp={_divisor(stage, plan.etp)}"
+        )
+    elif stage % (parallel.ep * plan.etp):
         problems.append(
             f"parallel.ep={parallel.ep}: with plan.etp={plan.etp} must divide the {stage} ranks of a stage; "
             f"use parallel.ep={_divisor(stage // plan.etp or 1, parallel.ep)}"

@@ -55,8 +55,9 @@ def test_plan_writes_json_markdown_and_a_picture(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "plan" / "plan.svg").read_text().startswith("<svg")
 
 
-def test_topic_memory_70b(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("topic=memory_70b", "cluster.gpus=64") == 0
+def test_topic_memory_70b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("topic=memory_70b", "cluster.gpus=64", f"out={tmp_path / 'states.md'}") == 0
+    assert "| ZeRO-3 | 2.19 | 2.19 | 4.38 | 8.75 | 17.50 |" in (tmp_path / "states.md").read_text()
     text = capsys.readouterr().out
     plain, sharded = (next(line for line in text.splitlines() if line.startswith(name)) for name in ("plain", "ZeRO-3"))
     assert [word for word in plain.split() if word[0].isdigit()] == ["140.00", "140.00", "280.00", "560.00", "1,120.00"]
@@ -120,6 +121,10 @@ def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         (["train.global_batch=100000000000000000000"], "a whole number of 64 bits is expected"),
         (["pipeline=dualpipe", "parallel.pp=2", "train.global_batch=24"], "use train.global_batch=32"),
         (["train.steps=0"], "train.steps=0: must be 1 or more; use train.steps=1"),
+        (["plan.etp=3", *SMALL], "plan.etp=3: must divide the 16 ranks of a stage; use plan.etp=2"),
+        (["validate=/nowhere.csv"], "validate=/nowhere.csv: no such file; name a CSV file"),
+        (["fit=LICENSE", "out=x.csv"], "fit=LICENSE: the column source is missing"),
+        (["topic=memory_70b", "out=x.json"], "out=x.json: a worked example is written as markdown; use out=x.md"),
         (["topic=memory"], "topic=memory: no such topic; use topic=memory_70b"),
         (["out=plan.txt"], "out=plan.txt: written are .json, .md, .svg; use out=plan.json"),
     ],
