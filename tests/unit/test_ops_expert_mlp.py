@@ -76,6 +76,22 @@ def test_a_walk_over_experts_has_the_bits_of_operators_over_all(
         del poison
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_wide_weights_from_few_rows_have_the_bits_of_one_product(dtype: torch.dtype) -> None:
+    wide, hidden, ids = expert_walk.WIDE + 4, 140, [[0, 1], [2, 0], [1, 0]] * 9
+    order = order_by_expert(torch.tensor(ids, dtype=torch.int32), 3)
+    assert max(order.counts) <= expert_walk.FEW_ROWS and hidden % expert_walk.GRADIENT_ROWS
+    x, d_out = (numbers(len(ids), wide, dtype=dtype, seed=seed) for seed in (0, 1))
+    up, down = numbers(3, 2 * hidden, wide, dtype=dtype, seed=2), numbers(3, wide, hidden, dtype=dtype, seed=3)
+    operands = Operands(x, up, down, numbers(len(order.slots), dtype=dtype, seed=4), order.rows, order.counts, dtype)
+    _, gate_up = expert_walk.forward(operands, True)
+    assert gate_up is not None
+    mine = expert_walk.backward(d_out, operands, gate_up, (True, True, True), (dtype, dtype))
+    theirs = expert_mlp._backward(moe_kernels, d_out, operands, gate_up, (True, True, True))
+    assert mine.up is not None and theirs.up is not None and torch.equal(mine.up, theirs.up)
+    assert mine.down is not None and theirs.down is not None and torch.equal(mine.down, theirs.down)
+
+
 @pytest.mark.parametrize("needs", [(False, True, True), (True, False, True), (True, True, False), (False,) * 3])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(needs: tuple[bool, bool, bool]) -> None:
     whole = run(WALK, torch.float32, torch.float32)
