@@ -14,6 +14,7 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 
 SUMMARY = "turn a Hugging Face folder into a checkpoint, and a checkpoint into a Hugging Face folder"
+LARGEST_GB = 1e9  # of a file; beyond it bytes are no number any more
 DTYPES = {"keep": None, "bfloat16": "bfloat16", "float32": "float32", "fp8": "float8_e4m3fn"}
 
 
@@ -145,15 +146,23 @@ def _check_options(config: ConvertConfig) -> None:
         problems.append("dtype=fp8: upcycled weights are to be trained; use dtype=bfloat16")
     if config.upcycle < 0:
         problems.append(f"upcycle={config.upcycle}: copies of each MLP, 2 or more, for example upcycle=8; 0: none")
-    if not config.max_shard_gb > 0:
-        problems.append(f"max_shard_gb={config.max_shard_gb:g}: must be larger than 0, for example max_shard_gb=5")
+    if not 0 < config.max_shard_gb <= LARGEST_GB:
+        rule = f"must be larger than 0 and at most {LARGEST_GB:g}"
+        problems.append(f"max_shard_gb={config.max_shard_gb:g}: {rule}, for example max_shard_gb=5")
+    if not config.upcycle:
+        given, default = vars(config), vars(ConvertConfig())
+        problems += [
+            f"{name}={given[name]}: is for upcycle= alone; leave it out, or give upcycle=8"
+            for name in ("top_k", "granularity", "seed")
+            if given[name] != default[name]
+        ]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def _folder_problem(to: str) -> list[str]:
     try:
-        there = Path(to).exists()
+        there = Path(to).exists() or Path(to).is_symlink()  # also to nowhere
     except OSError as error:  # a name too long
         return [f"to={to}: cannot be made ({error.strerror}); use another name, for example to=converted"]
     return [f"to={to}: is already there; remove it or name a new folder, for example to={to}_new"] if there else []

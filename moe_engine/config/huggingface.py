@@ -49,7 +49,7 @@ def read_model_config(path: Path) -> ModelConfig:
         data = json.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; name a Hugging Face config.json or the folder it is in") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f'{file}: an object with keys is expected, for example {{"model_type": "deepseek_v3", …}}')

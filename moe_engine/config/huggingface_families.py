@@ -33,15 +33,15 @@ def _deepseek(keys: Keys, common: Values) -> Values:
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
         "v_head_dim": keys.take("v_head_dim", int),
-        **_leading_dense(keys),
+        **_leading_dense(keys, common),
     }
 
 
-def _leading_dense(keys: Keys) -> Values:
+def _leading_dense(keys: Keys, common: Values) -> Values:
     """Layers and experts in DeepSeek's words, which GLM-4-MoE uses too."""
     keys.present("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
     return {
-        "num_dense_layers": keys.take("first_k_dense_replace", int, 0),
+        "num_dense_layers": min(keys.take("first_k_dense_replace", int, 0), common["num_layers"]),
         "dense_hidden": keys.take("intermediate_size", int),
         "num_experts": keys.take("n_routed_experts", int),
         "top_k": keys.take("num_experts_per_tok", int),
@@ -199,7 +199,7 @@ def _olmoe(keys: Keys, common: Values) -> Values:
 def _glm4_moe(keys: Keys, common: Values) -> Values:
     return (
         _grouped_queries(keys, common, 10000.0, share=0.5)
-        | _leading_dense(keys)
+        | _leading_dense(keys, common)
         | _sigmoid_routing(keys, "GLM-4-MoE")
         | {
             "qk_norm": keys.take("use_qk_norm", bool, False),

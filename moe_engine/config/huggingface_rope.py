@@ -17,7 +17,10 @@ def read_rope(
     share: of the numbers of a head, `head`, how many turn where the file does not say; None: all do, always.
     """
     given = {"rope_theta": keys.left.pop("rope_theta", None)}
-    given |= keys.take("rope_scaling", dict, {}) | keys.take("rope_parameters", dict, {})
+    scaling, parameters = keys.take("rope_scaling", dict, {}), keys.take("rope_parameters", dict, {})
+    if _contradict(_one_spelling(scaling), _one_spelling(parameters)):
+        keys.refuse("rope_scaling", scaling, "rope_parameters says something else; leave one of both out")
+    given |= scaling | parameters
     rope = Keys(given, "rope_parameters.")
     kind = rope.take("type", str, "default")
     kind = rope.take("rope_type", str, kind)
@@ -41,6 +44,16 @@ def read_rope(
     except ConfigError as error:
         keys.problems += error.lines
     return values
+
+
+def _one_spelling(given: Values) -> Values:
+    """With the kind as `rope_type` alone, where it is said."""
+    kind = given.get("rope_type", given.get("type"))
+    return {name: value for name, value in (given | {"type": None, "rope_type": kind}).items() if value is not None}
+
+
+def _contradict(one: Values, other: Values) -> bool:
+    return any(one[name] != other[name] for name in one.keys() & other.keys())
 
 
 def _yarn(rope: Keys, longest: int) -> Values:

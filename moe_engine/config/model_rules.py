@@ -12,7 +12,17 @@ MOST_LAYERS = 10_000
 
 
 def check_model(rules: Rules) -> None:
-    """Sizes and choices of the architecture; those of the experts are checked with the routing."""
+    """Sizes and choices of the architecture, with room for the tokenizer."""
+    check_architecture(rules)
+    if rules["model.vocab_size"] < BYTE_VOCABULARY:
+        rules.refuse(
+            "model.vocab_size",
+            f"the byte tokenizer has {BYTE_VOCABULARY} tokens; use model.vocab_size={BYTE_VOCABULARY} or more",
+        )
+
+
+def check_architecture(rules: Rules) -> None:
+    """A model by itself, for any tokens; its experts are checked with the routing."""
     rules.at_least(1, *(f"model.{size}" for size in ("dim", "num_layers", "dense_hidden", "num_heads")))
     rules.at_most(MOST_LAYERS, "model.num_layers", "model.mtp_depth")
     rules.at_least(0, *(f"model.{size}" for size in ("num_dense_layers", "mtp_depth", "init_std", "max_positions")))
@@ -23,11 +33,6 @@ def check_model(rules: Rules) -> None:
     check_attention(rules)
     if rules["model.rope_scaling"] == "yarn":
         _check_yarn(rules)
-    if rules["model.vocab_size"] < BYTE_VOCABULARY:
-        rules.refuse(
-            "model.vocab_size",
-            f"the byte tokenizer has {BYTE_VOCABULARY} tokens; use model.vocab_size={BYTE_VOCABULARY} or more",
-        )
     if rules.sound("model.num_dense_layers", "model.num_layers"):
         layers = rules["model.num_layers"]
         if rules["model.num_dense_layers"] > layers:

@@ -12,6 +12,7 @@ rank, in place of once to each expert. `BalanceCallback` moves DeepSeek's balanc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.activations import SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.distributed.sharded import join_rows, split_rows
 from moe_engine.moe import dispatch as wire
@@ -111,20 +113,31 @@ class BalanceCallback(TrainerCallback):
 
     step: how far, as `MoEConfig.bias_step`. transformers loads this bias and leaves it as it is. Loads are those of
     tokens that a backward ran for, without padding as the model's `attention_mask` tells it, summed over all processes.
+    Training begins with a cast of the bias to fp32: in bf16 a step of 1e-3 is lost beside a bias of 1. Raises
+    ConfigError for a step that is none, and for a model without such routers.
     """
 
     def __init__(self, step: float = 1e-3) -> None:
+        if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < math.inf:
+            raise ConfigError(f"step={step}: a finite number, 0 or more, is expected, for example step=0.001")
         self.step = step
         self.counts: dict[str, Tensor] = {}
         self._token_mask: Tensor | None = None
         self._hooks: list[Any] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._hooks.append(model.register_forward_pre_hook(self._see_mask, with_kwargs=True))
-        for name, router in _routers(model).items():
-            self.counts[name] = torch.zeros(
-                router.e_score_correction_bias.shape, dtype=torch.int64, device=router.e_score_correction_bias.device
+        routers = _routers(model)
+        if not routers:
+            raise ConfigError(
+                f"BalanceCallback: {type(model).__name__} has no e_score_correction_bias to move; leave the callback "
+                "out, or balance by the model's own auxiliary loss"
             )
+        self._remove_hooks()  # those of a training that broke off
+        self._hooks.append(model.register_forward_pre_hook(self._see_mask, with_kwargs=True))
+        for name, router in routers.items():
+            bias = router.e_score_correction_bias
+            bias.data = bias.data.float()
+            self.counts[name] = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
             self._hooks.append(router.register_forward_hook(self._counter(name)))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -135,6 +148,9 @@ class BalanceCallback(TrainerCallback):
             self.counts[name].zero_()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

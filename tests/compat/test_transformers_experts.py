@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainingArguments
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
+from moe_engine import ConfigError
 from moe_engine.integrations import transformers as integration
 
 EXPERTS = dict(num_experts=8, moe_intermediate_size=16)
@@ -143,6 +144,30 @@ def test_the_callback_does_not_count_padding() -> None:
     model(tokens(), attention_mask=mask)
     callback.on_train_end(None, None, None)
     assert [int(counts.sum()) for counts in callback.counts.values()] == [19 * 2, 19 * 2]
+
+
+def test_the_callback_moves_a_bias_of_a_bf16_model_by_small_steps() -> None:
+    model = with_experts(random_model(V3), "moe_engine").bfloat16().train()
+    routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+    for router in routers:
+        router.e_score_correction_bias.fill_(7.0)
+    callback = integration.BalanceCallback(step=1e-3)
+    for _ in range(2):  # the first training broke off: its hooks are not there twice
+        callback.on_train_begin(None, None, None, model=model)
+    model(tokens()).logits.sum().backward()
+    assert [int(counts.sum()) for counts in callback.counts.values()] == [24 * 2, 24 * 2]
+    callback.on_optimizer_step(None, None, None, model=model)
+    for router in routers:
+        assert router.e_score_correction_bias.dtype == torch.float32
+        assert (router.e_score_correction_bias - 7).abs().max().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_callback_that_could_do_nothing_is_refused() -> None:
+    for step in (-1.0, float("nan"), float("inf"), "0.001", None):
+        with pytest.raises(ConfigError, match=f"step={step}: a finite number, 0 or more"):
+            integration.BalanceCallback(step=step)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MixtralForCausalLM has no e_score_correction_bias to move"):
+        integration.BalanceCallback().on_train_begin(None, None, None, model=random_model(MIXTRAL))
 
 
 def test_experts_with_a_norm_behind_them_are_refused() -> None:

@@ -49,6 +49,18 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         assert part in error
 
 
+def test_options_without_effect_and_files_beyond_numbers_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "to").symlink_to(tmp_path / "nowhere")
+    words = "max_shard_gb=1e300", "top_k=3", "granularity=2", "seed=1"
+    assert convert(f"from={random_folder(tmp_path / 'source')}", f"to={tmp_path / 'to'}", *words) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and "to: is already there" in error and "at most 1e+09" in error
+    for word in words[1:]:
+        assert f"{word}: is for upcycle= alone; leave it out, or give upcycle=8" in error
+
+
 def test_a_name_too_long_and_a_key_of_another_type_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,19 @@ def test_rotary_options_are_the_same_in_both_spellings() -> None:
     assert model_config(published("mixtral_8x7b", rope_theta=None)).rope_theta == 1e6  # the family's default
 
 
+def test_two_spellings_that_differ_are_refused() -> None:
+    same = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+    assert model_config(yarn() | {"rope_parameters": same}).rope_scaling == "yarn"
+    for other in ({"rope_type": "default"}, same | {"factor": 20}):
+        with pytest.raises(ConfigError, match=r"rope_scaling=.*: rope_parameters says something else"):
+            model_config(yarn() | {"rope_parameters": other})
+
+
+def test_more_dense_layers_than_layers_are_all_layers() -> None:
+    dense = model_config(published("deepseek_v3", first_k_dense_replace=99))
+    assert dense.num_dense_layers == dense.num_layers == 61
+
+
 def test_all_mistakes_are_shown_at_once() -> None:
     lines = refusal(published("mixtral_8x7b", hidden_act="relu", attention_dropout=0.5, whatever=1))
     assert [line.partition("=")[0] for line in lines] == ["hidden_act", "attention_dropout", "whatever"]

@@ -145,13 +145,49 @@ def test_index_that_points_outside_its_folder_is_refused(place: str, tmp_path: P
         open_weights(source)
 
 
+def test_an_index_beside_a_single_file_that_it_does_not_list_is_refused(tmp_path: Path) -> None:
+    """transformers reads the single file then, others the index: the weights would depend on who reads."""
+    source = random_folder(tmp_path / "source", files=2)
+    shutil.copy(random_folder(tmp_path / "other") / "model.safetensors", source)
+    with pytest.raises(ConfigError, match=r"holds model.safetensors and beside it .*index.json of other files"):
+        open_weights(source)
+
+
 @pytest.mark.parametrize(
-    ("key", "size"), [("num_hidden_layers", 10**4), ("n_routed_experts", 10**12), ("num_nextn_predict_layers", 10**12)]
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 99}, "model.top_k=99: a token cannot use more experts than there are"),
+        ({"n_group": 3}, "model.num_groups=3: must divide model.num_experts=8"),
+        ({"rms_norm_eps": -1.0}, "model.norm_eps=-1.0: must be larger than 0"),
+        ({"hidden_size": 0}, "model.dim=0: must be 1 or more"),
+        ({"attention_bias": True}, "model.attention_bias=true: latent attention is built without it"),
+        ({"quantization_config": "fp8"}, "quantization_config=fp8: must be an object, or null"),
+    ],
 )
-def test_config_of_a_far_larger_model_is_refused_at_once(key: str, size: int, tmp_path: Path) -> None:
+def test_config_of_no_model_is_refused_by_name(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     source = random_folder(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {key: size}))
+    (source / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        open_weights(source)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_a_file_of_brackets_alone_is_refused(file: str, tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source", files=2)
+    (source / file).write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=f"{file}: not "):
+        open_weights(source)
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [("num_hidden_layers", 9_999), ("n_routed_experts", 10**12), ("num_nextn_predict_layers", 9_999)],
+)
+def test_config_of_a_far_larger_model_is_refused_at_once(key: str, number: int, tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {key: number}))
     with pytest.raises(
         ConfigError, match="describes a model of .* parameters in .* layers, and its files hold .* numbers"
     ):

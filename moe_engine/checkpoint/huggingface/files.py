@@ -81,10 +81,15 @@ class TensorFiles:
                 raise ConfigError(f"{self.folder}: neither {SINGLE} nor {INDEX} is there{why}")
             return None
         listed: dict[str, str] | None = None
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             listed = {str(key): str(file) for key, file in json.loads(path.read_text())["weight_map"].items()}
         if listed is None:
             raise ConfigError(f"{path}: not an index: an object with a weight_map is expected")
+        if (self.folder / SINGLE).exists() and SINGLE not in listed.values():
+            raise ConfigError(
+                f"{self.folder}: holds {SINGLE} and beside it {INDEX} of other files; libraries differ in "
+                "which they read; remove one of both"
+            )
         outside = [f"{key} in {file}" for key, file in listed.items() if Path(file).name != file]
         if outside:
             raise ConfigError(

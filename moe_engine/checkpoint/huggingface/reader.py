@@ -23,7 +23,10 @@ from moe_engine.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, unpack
 from moe_engine.checkpoint.huggingface.names import FAMILIES, Copy, Mapped, Rows, mtp_prefix, names
 from moe_engine.config.errors import ConfigError, in_one_line
 from moe_engine.config.huggingface import model_config
-from moe_engine.config.schema import ModelConfig
+from moe_engine.config.model_rules import check_architecture
+from moe_engine.config.routing_rules import check_routing
+from moe_engine.config.rules import Rules
+from moe_engine.config.schema import Config, ModelConfig
 from moe_engine.planner.flops import parameter_count
 
 SCALE = "_scale_inv"  # of the codes in `<key>`: despite its name what they are multiplied by
@@ -48,6 +51,7 @@ class HuggingFaceWeights:
         self.files = TensorFiles(folder)
         try:
             described = model_config(config)
+            _check_model(described)
         except ConfigError as error:
             raise error.about(f"{folder / CONFIG}: ") from None
         self._refuse_another_size(described)
@@ -242,7 +246,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a Hugging Face folder has one beside its safetensors") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
     found = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(config, dict) or found not in list(FAMILIES):
@@ -251,9 +255,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _check_model(model: ModelConfig) -> None:
+    """Raises ConfigError for sizes that are those of no model, and for attention that is not built."""
+    rules = Rules(Config(model=model))
+    rules.at_least(1, "model.vocab_size")
+    check_architecture(rules)
+    check_routing(rules, "model.", "moe.")
+    rules.finish()
+
+
 def _check_quantization(path: Path, quantization: Any) -> None:
     """Raises ConfigError for anything but DeepSeek's fp8 blocks and gpt-oss's MXFP4."""
-    if quantization is None or quantization.get("quant_method") == "mxfp4":
+    if quantization is None:
+        return
+    if not isinstance(quantization, dict):
+        raise ConfigError(f"{path}: quantization_config={quantization}: must be an object, or null")
+    if quantization.get("quant_method") == "mxfp4":
         return
     known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     for name, value in known.items():

@@ -78,7 +78,7 @@ def _complete(folder: Path) -> None:
 def _read_config(source: Path) -> dict[str, Any]:
     try:
         config = json.loads((source / CONFIG).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"from={source}: {CONFIG} is needed and cannot be read ({error})") from None
     if not isinstance(config, dict) or config.get("model_type") not in list(BECOMES):
         found = config.get("model_type") if isinstance(config, dict) else None
