@@ -141,7 +141,7 @@ class Job:
             if before != now:
                 self.console.print(
                     f"the data are not those of the checkpoint (digest {before[:12]} then, {now[:12]} now): "
-                    f"training goes on with the new ones, in their order from step {self.trainer.steps_done}",
+                    f"training goes on with the new ones, in their order from step {self.trainer.steps_done + 1}",
                 )
 
     def _dataset(self, name: str) -> PackedDataset:
@@ -208,7 +208,7 @@ class Job:
     def _metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         tokens = result.items.tokens
         return StepMetrics(
-            step=step,
+            step=step + 1,
             loss=result.loss,
             mtp_loss=sum(result.mtp_losses) / max(len(result.mtp_losses), 1),
             aux_loss=result.aux_loss,
@@ -249,14 +249,14 @@ class Job:
         self.folder.write(metrics)
         if metrics.experts_moved:
             self.console.print(
-                f"step {metrics.step + 1}: {metrics.experts_moved} experts moved in {metrics.placement_s:.2f} s; "
+                f"step {metrics.step}: {metrics.experts_moved} experts moved in {metrics.placement_s:.2f} s; "
                 f"the busiest rank's load over the mean, as predicted: {metrics.rank_load_before:.2f} before, "
                 f"{metrics.rank_load_after:.2f} after",
             )
-        bar.update(bar.task_ids[0], completed=metrics.step + 1, shown=shown(metrics))
-        last = metrics.step + 1 == self.config.train.steps
-        if metrics.skipped or (not self.console.is_terminal and (metrics.step % 10 == 0 or last)):
-            self.console.print(f"step {metrics.step + 1}/{self.config.train.steps}  {shown(metrics)}")
+        bar.update(bar.task_ids[0], completed=metrics.step, shown=shown(metrics))
+        last = metrics.step == self.config.train.steps
+        if metrics.skipped or (not self.console.is_terminal and (metrics.step % 10 == 1 or last)):
+            self.console.print(f"step {metrics.step}/{self.config.train.steps}  {shown(metrics)}")
 
     def _evaluate(self) -> dict[str, Any]:
         """Validation loss beside that of bigram counts of the same training tokens, on the same targets."""
@@ -292,7 +292,7 @@ class Job:
             f"{self.config.pipeline.schedule}, routing {self.config.moe.routing}; "
             f"{self.trainer.num_parameters:,} parameters; {len(self.data.stream.tokens):,} training tokens; "
             f"matrix rate {self.matrix_rate / 1e9:,.0f} GFLOP/s (MFU: model FLOPs over it, causal half of attention, "
-            f"nothing recomputed); steps {self.trainer.steps_done} to {train.steps}",
+            f"nothing recomputed); {train.steps - self.trainer.steps_done} of {train.steps} steps to do",
         )
 
     def _print_summary(self, summary: dict[str, Any], checkpoint: Path) -> None:

@@ -52,6 +52,7 @@ def peak_memory_gib(device: torch.device) -> float:
 class StepMetrics:
     """One line of metrics.jsonl. Losses in nats per valid target; rates are those of the whole job.
 
+    step: from 1, so that step n is what led to the checkpoint `step_n`; its loss is that of the weights before.
     tokens: valid main targets of this step; mfu: fraction of the measured matrix rate; model_tflops: TFLOP/s.
     Of the MoE layer where they are worst: expert_load_max_over_mean, rank_load_max_over_mean and expert_load_entropy;
     dead_experts: over all layers; expert_load_by_layer: these figures of each layer, see `expert_load.LoadFigures`.
@@ -129,18 +130,24 @@ class RunFolder:
         with self._writing():
             path.mkdir(parents=True, exist_ok=True)
         self._tensorboard: Any = None
-        self._first_step = 0
+        self._first_step = 1
 
-    def begin(self, config_yaml: str, first_step: int) -> None:
-        """Record what runs and where. Lines of steps from `first_step` on, left by an earlier try, are dropped."""
-        self._first_step = first_step
-        kept = [line for line in self.history() if line["step"] < first_step]
+    def begin(self, config_yaml: str, steps_done: int) -> None:
+        """Record what runs and where. Lines of steps after `steps_done`, left by an earlier try, are dropped."""
+        self._first_step = steps_done + 1
+        kept = [line for line in self._from_1(self.history()) if line["step"] <= steps_done]
         temporary = self.metrics_path.with_suffix(".tmp")
         with self._writing():
             (self.path / "config.yaml").write_text(config_yaml)
             (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
             temporary.replace(self.metrics_path)
+
+    @staticmethod
+    def _from_1(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The lines with steps counted from 1; an older version counted from 0."""
+        older = any(line["step"] == 0 for line in lines)
+        return [line | {"step": line["step"] + older} for line in lines]
 
     def history(self) -> list[dict[str, Any]]:
         """The metrics so far; a last line cut short by a kill is left out."""

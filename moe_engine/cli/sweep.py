@@ -171,7 +171,7 @@ def _result(folder: Path, chosen: tuple[str, ...]) -> dict[str, Any]:
     return {
         "options": list(chosen),
         "complete": summary.exists(),
-        "steps": last["step"] + 1 if last else 0,
+        "steps": last["step"] if last else 0,
         "loss": last.get("loss"),
         "validation_loss": found.get("validation_loss"),
         "tokens_per_s": last.get("tokens_per_s"),

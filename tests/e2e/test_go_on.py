@@ -42,7 +42,7 @@ def test_run_goes_on_with_other_options(trained: Path) -> None:
     assert "the data are not those of the checkpoint" in out
     assert "the checkpoint's moments are float32 and this run's bfloat16: they are converted" in out
     lines = metrics(trained / "runs" / "first")
-    assert [line["step"] for line in lines] == list(range(STEPS + 2))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 3))
     assert lines[STEPS]["lr"] < 1e-4 < lines[STEPS - 1]["lr"]
     assert lines[STEPS]["tokens_seen"] == lines[STEPS - 1]["tokens_seen"] + lines[STEPS]["tokens"]
     assert lines[STEPS]["tokens"] < lines[STEPS - 1]["tokens"]
@@ -73,5 +73,5 @@ def test_new_run_starts_from_converted_weights(trained: Path) -> None:
     words = [f"data.text_paths=[{CORPUS}]", "train.steps=1", "run.name=second", f"init_from={exported}"]
     assert "starting from the weights in" in moe_engine(trained, "train", *SMALL, *words)
     first, second = (metrics(trained / "runs" / name)[0] for name in ("first", "second"))
-    assert second["step"] == 0 and second["tokens_seen"] == second["tokens"]
+    assert second["step"] == 1 and second["tokens_seen"] == second["tokens"]
     assert second["loss"] < first["loss"] - 0.5  # the first batch of the same text, by trained weights

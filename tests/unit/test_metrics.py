@@ -79,31 +79,39 @@ def test_tensorboard_gets_every_number_by_a_path_of_names(folder: RunFolder) -> 
 
 def test_a_resumed_run_keeps_earlier_steps_and_drops_later_ones(folder: RunFolder) -> None:
     folder.begin("a: 1\n", 0)
-    for step in range(5):
+    for step in range(1, 6):
         folder.write(line(step))
     again = RunFolder(folder.path)
     again.begin("a: 2\n", 3)
-    assert [each["step"] for each in again.history()] == [0, 1, 2]
+    assert [each["step"] for each in again.history()] == [1, 2, 3]
     assert (folder.path / "config.yaml").read_text() == "a: 2\n"
-    folder.write(line(3, loss=1.0))
+    folder.write(line(4, loss=1.0))
     assert [each["loss"] for each in again.history()] == [2.5, 2.5, 2.5, 1.0]
     again.begin("a: 3\n", 0)
     assert again.history() == [] and again.metrics_path.read_text() == ""
 
 
+def test_lines_of_a_version_that_counted_from_0_count_from_1(folder: RunFolder) -> None:
+    folder.begin("", 0)
+    for step in range(3):
+        folder.write(line(step, loss=float(step)))
+    folder.begin("", 2)
+    assert [(each["step"], each["loss"]) for each in folder.history()] == [(1, 0.0), (2, 1.0)]
+
+
 def test_a_line_cut_short_by_a_kill_is_dropped_at_every_byte(folder: RunFolder) -> None:
     folder.begin("", 0)
-    folder.write(line(0))
-    whole = folder.metrics_path.read_bytes()
     folder.write(line(1))
+    whole = folder.metrics_path.read_bytes()
+    folder.write(line(2))
     both = folder.metrics_path.read_bytes()
     for cut in range(len(whole), len(both) - 1):  # the object without its line break is whole
         folder.metrics_path.write_bytes(both[:cut])
-        assert [each["step"] for each in folder.history()] == [0], cut
+        assert [each["step"] for each in folder.history()] == [1], cut
     folder.metrics_path.write_bytes(both[: len(both) - 9])
     folder.begin("", 5)
-    folder.write(line(1))
-    assert [each["step"] for each in folder.history()] == [0, 1]
+    folder.write(line(2))
+    assert [each["step"] for each in folder.history()] == [1, 2]
 
 
 def test_losses_that_are_not_finite_survive_the_file_and_the_picture(folder: RunFolder) -> None:
