@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from moe_engine.config.errors import ConfigError
@@ -25,8 +25,9 @@ def problems(out: str, folder: bool = False) -> list[str]:
             return [f"out={out}: is a folder; use out={path / 'out'}{path.suffix}"]
         if path.exists() and not path.is_dir() and folder:
             return [f"out={out}: is a file; name a folder, for example out={out}_new"]
-        if not os.access(path if path.is_dir() else above, os.W_OK | os.X_OK):
-            return [_unwritable(out, "no permission")]
+        _try(path if path.is_dir() else above)
+    except PermissionError:
+        return [_unwritable(out, "no permission")]
     except OSError as error:  # a name too long
         return [_unwritable(out, error.strerror)]
     return []
@@ -44,7 +45,28 @@ def above_problem(out: str) -> str | None:
         return _unwritable(out, error.strerror)
     if not there.is_dir():
         return None if there == path else f"out={out}: {there} is a file; name a folder, for example out={there}_new"
-    return None if os.access(there, os.W_OK | os.X_OK) else _unwritable(out, "no permission")
+    try:
+        _try(path)
+    except PermissionError:
+        return _unwritable(out, "no permission")
+    except OSError as error:
+        return _unwritable(out, error.strerror)
+    return None
+
+
+def _try(folder: Path) -> None:
+    """Raises OSError where no file can be put into `folder`, whether it is there or must be made; leaves nothing.
+
+    What rights say is not enough: in /proc a superuser has them all.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    finally:
+        for each in missing:
+            if each.exists():
+                each.rmdir()
 
 
 def write(out: str, text: str) -> None:

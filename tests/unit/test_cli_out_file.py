@@ -68,6 +68,21 @@ def test_a_benchmark_does_not_measure_what_it_cannot_write(
     assert os.listdir() == ["file"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make files")
+def test_a_folder_that_takes_no_files_is_refused_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also to a superuser, whom rights alone do not stop."""
+    assert main(["bench", "comm", "out=/proc/nothing/here"]) == 2
+    out, message = capsys.readouterr()
+    assert out == "" and message.startswith("out=/proc/nothing/here: cannot be written (")
+    assert out_file.problems("/proc/nothing.json") and out_file.problems("/proc/self", folder=True)
+
+
+def test_looking_whether_a_folder_can_be_made_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    assert out_file.above_problem(str(tmp_path / "there/a/b")) is None
+    assert os.listdir(tmp_path / "there") == []
+
+
 def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     out = tmp_path / "plan.md"
     out_file.write(str(out), "first")

@@ -109,6 +109,18 @@ def test_mtp_modules_of_another_kind_are_left_away_and_that_is_said(tmp_path: Pa
         open_weights(changed(tmp_path / "v3", lambda t: t.update({"model.mtp_norm.0.weight": torch.ones(32)})))
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_fp8_scales_that_are_not_finite_are_refused(scale: float, tmp_path: Path) -> None:
+    source, _ = fp8_folder(tmp_path / "source", V3)
+    tensors = tensors_of(source)
+    tensors["model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"][0, 0] = scale
+    config = json.loads((source / "config.json").read_text())
+    weights = open_weights(write_folder(tmp_path / "changed", config, tensors))
+    with pytest.raises(ConfigError, match=r"experts\.3\.up_proj\.weight_scale_inv has scales that are not finite"):
+        write_checkpoint(weights, tmp_path / "checkpoint", None, SMALL_SHARD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["changed", "source"]
+
+
 def test_old_rotary_buffers_are_passed_by(tmp_path: Path) -> None:
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     open_weights(changed(tmp_path / "source", lambda tensors: tensors.update({key: torch.ones(2)})))

@@ -215,6 +215,11 @@ class HuggingFaceWeights:
             return values
         first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
         scale = self.files.read(rows.key + SCALE, first, last, rows.index).float()
+        if not bool(scale.isfinite().all()):
+            raise ConfigError(
+                f"{self.folder}: {rows.key + SCALE} has scales that are not finite (the first of them "
+                f"{scale[~scale.isfinite()][0]:.0f}); its weights would be no numbers"
+            )
         return dequantise(values, scale, start - first * FP8_BLOCK)
 
     def _equal(self, key: str, other: str) -> bool:
