@@ -27,6 +27,9 @@ CACHED_BYTES = 2 << 20  # of rows in all steps; what a core of a server has to i
 # A wide weight's gradient from few rows is mostly writing. Made 128 of its rows at a time it takes little more than
 # half of the time that MKL takes for it whole, with the same bits (docs/design/layer_speed.md).
 FEW_ROWS, WIDE, GRADIENT_ROWS = 96, 512, 128
+LEAST_PRODUCTS = (
+    1 << 24
+)  # of two numbers, in a forward: 0.4 ms; for fewer, a thread's start (0.1 ms) eats what it saves
 
 
 class Operands(NamedTuple):
@@ -76,9 +79,9 @@ def walks(x: Tensor, up: Tensor, down: Tensor) -> bool:
     return x.device.type == "cpu" and up.shape[2] % DIM_MULTIPLE == 0 and down.shape[2] % DIM_MULTIPLE == 0
 
 
-def _plan(counts: Sequence[int], most_rows: int) -> list[list[_Run]]:
+def _plan(counts: Sequence[int], most_rows: int, threads: int) -> list[list[_Run]]:
     """For each thread runs of about `most_rows` rows, or one expert; threads get about as many rows."""
-    total, threads = sum(counts), torch.get_num_threads()
+    total = sum(counts)
     shares: list[list[tuple[int, int, int]]] = [[] for _ in range(threads)]
     stop = 0
     for index, count in enumerate(counts):
@@ -116,7 +119,10 @@ class _Call:
         self.source, counts = operands.rows.source, operands.counts
         self.counts = counts.tolist() if isinstance(counts, Tensor) else counts
         row_bytes = self.compute.itemsize * (self.dim + self.width + self.hidden)
-        self.shares = _plan(self.counts, CACHED_BYTES // row_bytes)
+        products = sum(map(product_rows, filter(None, self.counts))) * (self.width + self.hidden) * self.dim
+        self.short = products < LEAST_PRODUCTS
+        threads = 1 if self.short else torch.get_num_threads()
+        self.shares = _plan(self.counts, CACHED_BYTES // row_bytes, threads)
 
     def rows_of_all(self, width: int, dtype: torch.dtype) -> Tensor:
         return fresh_memory.empty((len(self.source), width), dtype, self.source.device)
@@ -209,7 +215,7 @@ def forward(operands: Operands, keep: bool) -> tuple[Tensor, Tensor | None]:
                 swiglu_into(hidden[: len(run)], first, weights[run.rows], scratch.activation)
                 call.products(hidden, downs, run, out, scratch=False)
 
-    share_out(work, call.shares)
+    share_out(work, call.shares, short=call.short)
     return unpermute(out, rows.places), kept
 
 
@@ -264,6 +270,6 @@ def backward(
                 if d_rows is not None:
                     call.products(scratch.first, ups, run, d_rows, scratch=False)
 
-    share_out(work, call.shares)
+    share_out(work, call.shares, short=call.short)
     d_x = None if d_rows is None else unpermute(d_rows.to(x.dtype), rows.places)
     return Gradients(d_x, d_up, d_down, d_weights)

@@ -15,13 +15,19 @@ import torch
 T = TypeVar("T")
 
 
-def share_out(work: Callable[[Sequence[T]], None], pieces: Sequence[T], alone: bool = False) -> None:
+def share_out(
+    work: Callable[[Sequence[T]], None], pieces: Sequence[T], alone: bool = False, short: bool = False
+) -> None:
     """`work(some of the pieces)` on each of torch's threads, this one included; returns when all are done.
 
     Piece i goes to thread i mod n. Nothing is recorded by autograd. Inside, torch has one thread. An exception in any
     thread is raised here, when all have ended. alone: this thread does all, as it must where there is a device, to
-    whose current stream other threads would not add.
+    whose current stream other threads would not add. short: work that takes no longer than threads take to start: this
+    one does all, and its operators have no others either.
     """
+    if short and torch.get_num_threads() > 1:
+        _alone(work, pieces)
+        return
     count = 1 if alone else min(torch.get_num_threads(), len(pieces))  # asking also makes the setting this thread's own
     if count <= 1:
         with torch.no_grad():
@@ -48,3 +54,13 @@ def share_out(work: Callable[[Sequence[T]], None], pieces: Sequence[T], alone: b
         torch.set_num_threads(before)
     if failures:
         raise failures[0]
+
+
+def _alone(work: Callable[[Sequence[T]], None], pieces: Sequence[T]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            work(pieces)
+    finally:
+        torch.set_num_threads(before)

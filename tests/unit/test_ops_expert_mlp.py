@@ -67,8 +67,9 @@ def test_a_walk_over_experts_has_the_bits_of_operators_over_all(
     itemsize = torch.promote_types(dtype, torch.float32).itemsize
     monkeypatch.setattr(expert_walk, "CACHED_BYTES", rows_at_once * itemsize * (24 + 16 + 8))
     monkeypatch.setattr(fresh_memory, "LEAST_BYTES", 1000)  # what is left there is no number that should appear
+    monkeypatch.setattr(expert_walk, "LEAST_PRODUCTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # so many shares, in an order that threads may take
-    monkeypatch.setattr(expert_walk, "share_out", lambda work, shares: work(shares[::-1]))
+    monkeypatch.setattr(expert_walk, "share_out", lambda work, shares, short: work(shares[::-1]))
     for _ in range(2):  # the second time in memory that holds other numbers
         for mine, theirs in zip(run(WALK, dtype, x_dtype), expected, strict=True):
             assert torch.equal(mine, theirs.to(mine.dtype))
@@ -138,15 +139,23 @@ def test_memory_kept_for_later_and_memory_in_use_are_never_more_than_was_once_in
 
 @pytest.mark.parametrize("counts", [[40, 3, 2, 30, 25], [5, 1, 1, 1, 50], [1] * 40, [20, 2, 2, 2, 2, 20]])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_no_product_reaches_rows_of_another_thread(
-    counts: list[int], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_product_reaches_rows_of_another_thread(counts: list[int], threads: int) -> None:
     """Also where several experts at the end of a share have few rows, and a product computes more than theirs."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    for runs in expert_walk._plan(counts, 16):
+    for runs in expert_walk._plan(counts, 16, threads):
         for run in runs:
             for expert in run.experts:
                 assert (expert.filled if expert.beyond else expert.stop) <= runs[-1].stop
+
+
+def test_few_rows_are_not_shared_out_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    order = order_by_expert(torch.tensor(IDS, dtype=torch.int32), 7)
+    shares = []
+    for dim in (24, 4096):
+        x, up, down = (torch.empty(1).expand(*shape) for shape in ((len(IDS), dim), (7, 32, dim), (7, dim, 16)))
+        call = expert_walk._Call(Operands(x, up, down, torch.empty(0), order.rows, order.counts, torch.float32))
+        shares.append((call.short, len(call.shares)))
+    assert shares == [(True, 1), (False, 2)]
 
 
 def test_where_the_system_has_no_memory_torch_says_so_and_nothing_is_counted() -> None:

@@ -42,6 +42,9 @@ def test_pieces_threads_and_failures() -> None:
         threads.clear()
         share_out(work, range(10), alone=True)
         assert threads == {("MainThread", 3, False)}
+        threads.clear()
+        share_out(work, range(10), short=True)
+        assert threads == {("MainThread", 1, False)} and torch.get_num_threads() == 3
         join = threading.Thread.join
         def interrupted(thread):
             join(thread)
