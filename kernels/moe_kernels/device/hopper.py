@@ -60,6 +60,23 @@ def layout_of(x):
 
 
 @gluon.jit
+def make_barriers(STAGES: gl.constexpr, CTAS: gl.constexpr, EACH: gl.constexpr, FIRST: gl.constexpr,
+                  CONSUMERS: gl.constexpr, GATHER_WARPS: gl.constexpr):  # fmt: skip
+    """(full, empty, go) of a ring, see above; `go` is there in a pair alone. EACH, FIRST: see `barrier_layouts`."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
+    go = empty
+    if CTAS == 2:
+        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1 + 32 * GATHER_WARPS)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)  # of each multiprocessor
+        if CTAS == 2:
+            mbarrier.init(go.index(stage), count=1)
+    return full, empty, go
+
+
+@gluon.jit
 def load_shared_tile(desc, place, barrier, to, CTAS: gl.constexpr):
     """A tile that all multiprocessors of a pair read."""
     if CTAS == 2:

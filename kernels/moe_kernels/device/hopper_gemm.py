@@ -39,6 +39,7 @@ from moe_kernels.device.hopper import (
     launch_options,
     load_shared_tile,
     load_tile,
+    make_barriers,
     place_of,
     ring,
     store_sources,
@@ -150,18 +151,10 @@ def _hopper_gemm_kernel(
     B_COLUMNS: gl.constexpr = DEPTH if B_BY_COLUMN else COLUMNS
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, GROUP_ROWS, DEPTH], a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, B_ROWS, B_COLUMNS], b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
-    go, table = empty, empty
-    if CTAS == 2:
-        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    full, empty, go = make_barriers(STAGES, CTAS, EACH, FIRST, 2, GATHER_WARPS)
+    table = empty
     if GATHER_WARPS > 0:
         table = gl.allocate_shared_memory(gl.int32, [2, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + 32 * GATHER_WARPS)
-        mbarrier.init(empty.index(stage), count=2)  # of each multiprocessor
-        if CTAS == 2:
-            mbarrier.init(go.index(stage), count=1)
     gl.warp_specialize(
         [
             (_consume, (0, a_ring, b_ring, full, empty, out_ptr, counts_ptr, rows, columns, depth, num_groups,

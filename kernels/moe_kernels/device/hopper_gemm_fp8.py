@@ -39,6 +39,7 @@ from moe_kernels.device.hopper import (
     layout_of,
     load_shared_tile,
     load_tile,
+    make_barriers,
     place_of,
     ring,
     store_sources,
@@ -156,18 +157,10 @@ def _hopper_gemm_fp8_kernel(
 ):  # fmt: skip
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 3, GROUP_ROWS, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 128], b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
-    go, table = empty, empty
-    if CTAS == 2:
-        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
+    full, empty, go = make_barriers(STAGES, CTAS, EACH, FIRST, 3, GATHER_WARPS)
+    table = empty
     if GATHER_WARPS > 0:
         table = gl.allocate_shared_memory(gl.int32, [3, GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + 32 * GATHER_WARPS)
-        mbarrier.init(empty.index(stage), count=3)  # of each multiprocessor
-        if CTAS == 2:
-            mbarrier.init(go.index(stage), count=1)
     gl.warp_specialize(
         [
             (_consume, (0, a_ring, b_ring, full, empty, source_ptr, a_scale_ptr, b_scale_ptr, out_ptr, counts_ptr,

@@ -29,6 +29,7 @@ from moe_kernels.device.hopper import (
     launch_options,
     load_shared_tile,
     load_tile,
+    make_barriers,
     ring,
     sums_layout,
     variant,
@@ -118,16 +119,7 @@ def _hopper_wgrad_fp8_kernel(
 ):  # fmt: skip
     d_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, GROUP_ROWS, 128], d_desc.layout)
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 128], a_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FIRST)
-    go = empty
-    if CTAS == 2:
-        go = gl.allocate_shared_memory(gl.int64, [STAGES, CTAS], EACH)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)  # of each multiprocessor
-        if CTAS == 2:
-            mbarrier.init(go.index(stage), count=1)
+    full, empty, go = make_barriers(STAGES, CTAS, EACH, FIRST, 2, 0)
     gl.warp_specialize(
         [
             (_consume, (0, d_ring, a_ring, full, empty, d_scale_ptr, a_scale_ptr, out_ptr, counts_ptr,
