@@ -86,6 +86,7 @@ options:
   train.global_batch=15360  also train.micro_batch, train.seq_len
   plan.recompute=[norm]     computed again in backward: norm, moe_act, mla_up_proj, core_attn, mlp, moe, full
   plan.compute=fp8          format of matrix products; also plan.etp, plan.load, plan.dispatch, plan.moment_bytes
+  plan.graphs=attention     what of a block is launched as one graph: none, router, attention, full
   plan.matmul=0.7           shares of the card's rates in place of fitted ones; also grouped, attention, memory, links
   tokens=14.8e12            tokens to train on
   search=true               the ten fastest layouts for this model, batch and cluster; out=best.yaml for `train`

@@ -61,7 +61,8 @@ def published() -> Tables:
     cards = {name: file for name, file in files.items() if "defaults:" not in file.read_text()}
     clusters = {name: from_yaml(file, ClusterConfig) for name, file in cards.items()}
     folder = conf_folder() / "published"
-    return Tables(clusters, read_table(folder / "models.csv"), read_table(folder / "sources.csv"))
+    models, sources, recipes = (read_table(folder / f"{name}.csv") for name in ("models", "sources", "recipes"))
+    return Tables(clusters, models, sources, recipes)
 
 
 def _check_columns(path: Path, columns: set[str]) -> None:

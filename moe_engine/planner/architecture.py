@@ -42,7 +42,8 @@ class Architecture:
     and norms are LayerNorm with two vectors. learned_positions: rows of a position table, 0 for none.
     shared_hidden: hidden width of the shared experts together. rotary_dim: numbers of a head of grouped queries that
     turn; 0: all. attention_vectors: sizes of biases and sinks in attention. expert_biases: of router and experts.
-    sigmoid_scores: the router's, else softmax.
+    sigmoid_scores: the router's, else softmax. window: a query of every `window_every`-th layer, the first on, sees so
+    many keys; 0: all.
     """
 
     vocab_size: int
@@ -77,6 +78,8 @@ class Architecture:
     tied_head: bool = False
     sigmoid_scores: bool = True
     normalized_weights: bool = True
+    window: int = 0
+    window_every: int = 1
 
     @property
     def num_dense_layers(self) -> int:
@@ -175,6 +178,10 @@ class Architecture:
             total += count * (matrices + self.vectors(is_moe)) if count else 0
         return total + moe * self.num_experts * self.expert_size
 
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer has the window."""
+        return self.window > 0 and layer % self.window_every == 0
+
     def forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """Model FLOPs of the forward of one sequence: matrix products alone, the router left out.
 
@@ -188,7 +195,9 @@ class Architecture:
         weights += moe * sum(matrix.size for matrix in self.mlp(self.shared_hidden))
         weights += self.mtp_depth * 2 * self.dim * self.dim + (1 + self.mtp_depth) * self.vocabulary_size
         width = self.num_heads * (self.qk_head_dim + self.v_head_dim)
-        return 2.0 * weights * seq_len + blocks * width * seq_len * seq_len * (1.0 if causal else 2.0)
+        windowed = -(-self.num_layers // self.window_every) if self.window else 0
+        pairs = blocks * seq_len**2 - windowed * max(seq_len - self.window, 0) ** 2  # twice those below the diagonal
+        return 2.0 * weights * seq_len + width * (pairs if causal else 2.0 * blocks * seq_len**2)
 
 
 def _attention_vectors(model: ModelConfig) -> tuple[int, ...]:
@@ -199,7 +208,7 @@ def _attention_vectors(model: ModelConfig) -> tuple[int, ...]:
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """The planner's view of a model of the engine. A sliding window saves no time or memory here."""
+    """The planner's view of a model of the engine."""
     latent = model.attention == "mla"
     nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
     return Architecture(
@@ -232,4 +241,6 @@ def architecture(model: ModelConfig) -> Architecture:
         tied_head=model.tied_head,
         sigmoid_scores=model.score_function == "sigmoid",
         normalized_weights=model.normalize_weights,
+        window=model.sliding_window,
+        window_every=model.sliding_window_every,
     )

@@ -27,9 +27,8 @@ DEFAULTS = {
     "fp8": Efficiency(matmul=0.6, grouped=0.45),
     "fp4": Efficiency(matmul=0.45, grouped=0.3),
 }
-# Time in which a host launches one pass through a dense block: kernel by kernel, and where most are captured in graphs,
-# as those who run racks of 72 cards do.
-EAGER_US, CAPTURED_US = 500.0, 100.0
+# Time in which a host launches one pass through a dense block, kernel by kernel.
+EAGER_US = 500.0
 
 Samples = dict[Group, list[tuple[Measurement, Sample]]]
 
@@ -87,7 +86,7 @@ def starts_of(rows: Sequence[Measurement]) -> dict[Group, Start]:
     starts = {}
     for row in rows:
         rack = row.cluster.gpus_per_node > 8
-        default = replace(DEFAULTS[row.group[1]], block_us=CAPTURED_US if rack else EAGER_US)
+        default = replace(DEFAULTS[row.group[1]], block_us=EAGER_US)
         starts[row.group] = Start(default, "rack" if rack else "box")
     return starts
 

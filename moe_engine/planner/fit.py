@@ -29,7 +29,7 @@ from moe_engine.planner.timing import StepWork, quick_seconds, steadiness
 Key = tuple[str, str, str]  # card, format, software
 ROW = 0.06  # errors of rows within this count as squares, beyond it linearly
 MODEL = 0.05  # the same of what a model needs more or less
-RELEASE = 0.1
+RELEASE = 0.03
 ROUNDS = 40
 # Of each efficiency's logarithm: what a level of it belongs to, and how far it usually goes.
 LEVELS: dict[str, tuple[tuple[str, float], ...]] = {

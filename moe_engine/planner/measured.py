@@ -18,6 +18,7 @@ from moe_engine.layout import Layout
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.efficiencies import Group
 from moe_engine.planner.hardware import ClusterConfig
+from moe_engine.planner.recipes import recipe_of, release_of
 from moe_engine.planner.stages import balanced
 from moe_engine.planner.strategy import RECOMPUTE, Overlap, Precision, Strategy
 
@@ -74,11 +75,12 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Tables:
-    """What the user's tables say beyond the measurements: cards, models, sources."""
+    """What the user's tables say beyond the measurements: cards, models, sources, recipes of releases."""
 
     clusters: Mapping[str, ClusterConfig]
     models: Sequence[Row]
     sources: Sequence[Row]
+    recipes: Sequence[Row] = ()
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -122,6 +124,7 @@ def _read(row: Row, tables: Tables) -> Measurement | Dropped:
     model = architecture_of(row, known)
     if isinstance(model, str):
         return Dropped(row["id"], model)
+    source = {**source, **recipe_of(row, card.card, _compute(row["precision"]), tables.recipes)}
     strategy = _strategy(row, source, model)
     if isinstance(strategy, str):
         return Dropped(row["id"], strategy)
@@ -130,7 +133,6 @@ def _read(row: Row, tables: Tables) -> Measurement | Dropped:
     if seconds is None:
         return Dropped(row["id"], "no time, throughput or FLOPS published")
     memory = float(row["memory_gb"] or 0) * (2**30 if "GiB" in row["note"] else 1e9)
-    version = re.search(r"release (\d\d\.\d\d)", row["source"])
     return Measurement(
         id=row["id"],
         name=row["model"],
@@ -141,7 +143,7 @@ def _read(row: Row, tables: Tables) -> Measurement | Dropped:
         seconds=seconds,
         memory=memory,
         year=int(source["year"]),
-        release=version[1] if version else "",
+        release=release_of(row),
     )
 
 
@@ -219,6 +221,9 @@ def architecture_of(row: Row, known: Row) -> Architecture | str:
         top_groups=size("top_groups", 1) or 1,
         mtp_depth=size("mtp", 0) or 0,
         tied_head=bool(size("tied", 0)),
+        expert_biases=bool(size("expert_biases", 0)),
+        window=size("window", 0) or 0,
+        window_every=size("window_every", 1) or 1,
     )
 
 
@@ -269,6 +274,9 @@ def _strategy(row: Row, source: Row, model: Architecture) -> Strategy | str:
             flash=source["flash"] == "1",
             dropout=source["dropout"] == "1",
             dispatch=source["dispatch"],
+            graphs=source.get("graphs", ""),
+            capacity_factor=1.0 if "tokendrop" in row["model"] else 0.0,
+            fused_biases=source.get("fused_biases", "0") == "1",
             frozen="LoRA" in row["note"],
             overlap=Overlap(
                 tp=float(source["tp_hidden"]),
@@ -324,11 +332,15 @@ def _zero(row: Row, source: Row) -> tuple[int, int]:
     return int(source["zero"]), 0
 
 
+def _compute(text: str) -> str:
+    """The format of products in a publisher's words."""
+    words = text.lower()
+    return "fp4" if "fp4" in words else "fp8" if "fp8" in words or "float8" in words else "bf16"
+
+
 def _precision(text: str, source: Row) -> Precision:
     """The format of products, and the bytes of each kind of number where a source's are not the usual ones."""
-    words = text.lower()
-    compute = "fp4" if "fp4" in words else "fp8" if "fp8" in words or "float8" in words else "bf16"
-    usual = Precision(compute=compute)
+    usual = Precision(compute=_compute(text))
     gradient, moments = (source.get(name) or getattr(usual, name) for name in ("gradient", "moments"))
     return replace(usual, gradient=float(gradient), moments=float(moments))
 

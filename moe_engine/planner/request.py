@@ -17,7 +17,7 @@ from moe_engine.layout import Layout
 from moe_engine.planner.architecture import Architecture, architecture
 from moe_engine.planner.hardware import ClusterConfig, Efficiency
 from moe_engine.planner.memory import KEEPING
-from moe_engine.planner.strategy import DISPATCH, RECOMPUTE, Overlap, Precision, Strategy
+from moe_engine.planner.strategy import DISPATCH, GRAPHS, RECOMPUTE, Overlap, Precision, Strategy
 from moe_engine.schedule import schedules
 
 COMPUTE = ("", "bf16", "fp8", "fp4")
@@ -30,11 +30,13 @@ class PlanSection:
 
     compute: format of matrix products, bf16, fp8 or fp4; empty: that of section `precision`. moment_bytes: of both
     AdamW moments of a parameter; left out: those of section `precision`. load: rows of the busiest rank's experts over
-    the mean. keeping: what is kept for backward, as in this engine or as in megatron. The *_hidden options are shares
-    of communication that runs beside computation; cp_hidden, dp_hidden left out: all of it, and nothing by records of a
-    machine without a GPU, whose cores send too. efficiencies: a table that `plan fit=` wrote, or records of `moe-engine
-    bench` (a folder of one or of several, or a results.jsonl); software: whose efficiencies of the table, empty for
-    those with most rows. matmul … block_us: efficiencies by hand; 0: those of the table or the records.
+    the mean. keeping: what is kept for backward, as in this engine or as in megatron. graphs: what of a block the host
+    launches as one recorded graph: none, router, attention (with the router) or full (the whole step); empty: what is
+    usual on the cards. The *_hidden options are shares of communication that runs beside computation; cp_hidden,
+    dp_hidden left out: all of it, and nothing by records of a machine without a GPU, whose cores send too.
+    efficiencies: a table that `plan fit=` wrote, or records of `moe-engine bench` (a folder of one or of several, or a
+    results.jsonl); software: whose efficiencies of the table, empty for those with most rows. matmul … block_us:
+    efficiencies by hand; 0: those of the table or the records.
     """
 
     compute: str = ""
@@ -46,6 +48,7 @@ class PlanSection:
     sequence_parallel: bool = True
     stage_layers: list[int] = field(default_factory=list)
     dispatch: str = "node"
+    graphs: str = ""
     load: float = 1.0
     keeping: str = "engine"
     tp_hidden: float = 0.0
@@ -118,6 +121,7 @@ def request(
         stage_layers=tuple(plan.stage_layers),
         sequence_parallel=plan.sequence_parallel,
         dispatch=plan.dispatch,
+        graphs=plan.graphs,
         overlap=Overlap(
             plan.tp_hidden,
             1.0 if plan.cp_hidden is None else plan.cp_hidden,
@@ -178,6 +182,7 @@ def wrong_values(
     for name, value, choices in (
         ("compute", plan.compute, COMPUTE),
         ("dispatch", plan.dispatch, DISPATCH),
+        ("graphs", plan.graphs, GRAPHS),
         ("keeping", plan.keeping, KEEPING),
     ):
         if value not in choices:

@@ -9,13 +9,16 @@ result depends on nothing but the question.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import TrainConfig
 from moe_engine.layout import Layout
 from moe_engine.planner.answer import Answer, answer, room
+from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.hardware import Efficiency
 from moe_engine.planner.memory import least_states, rank_memory
 from moe_engine.planner.request import Request
@@ -305,18 +308,22 @@ def _bounds(request: Request, strategy: Strategy, efficiency: Efficiency) -> tup
     """Least seconds of the passes of a step, without and with overlapped pairs: the mean work of a rank."""
     model = request.model
     rates = Rates(strategy, request.cluster)
-    moe = model.num_moe_layers + model.mtp_depth if model.num_experts else 0
-    counts = {True: moe, False: model.num_layers + model.mtp_depth - moe}
     plain = paired = 0.0
-    for is_moe, count in counts.items():
-        if count:
-            cost = block_cost(model, rates, is_moe, efficiency)
-            plain, paired = plain + count * (cost.f + cost.b), paired + count * cost.fb
+    for kind, count in _kinds(model).items():
+        cost = block_cost(model, rates, *kind, efficiency)
+        plain, paired = plain + count * (cost.f + cost.b), paired + count * cost.fb
     head = head_cost(model, rates, efficiency)
     plain, paired = plain + (1 + model.mtp_depth) * head, paired + (1 + model.mtp_depth) * head
     times = strategy.micro_batches / strategy.layout.pp
     # launches hide more in a whole stage than block by block: the bound must stay below
     return 0.95 * plain * times, 0.95 * paired * times
+
+
+@lru_cache
+def _kinds(model: Architecture) -> Counter[tuple[bool, bool]]:
+    """How many blocks there are of each kind: with experts or not, with a window or without."""
+    whole = cut(model, Strategy())
+    return Counter(kind for spec in whole.stages for kind in whole.kinds(spec))
 
 
 def _least_bubble(schedule: str, pp: int, virtual: int) -> float:

@@ -80,6 +80,12 @@ class Cut:
             return False
         return kind == "mtp" or int(index) not in self.model.dense_layers
 
+    def kinds(self, stage: StageSpec) -> list[tuple[bool, bool]]:
+        """For each block of a stage, whether it has experts and whether attention sees a window alone."""
+        return [(self.is_moe(f"layers.{i}"), self.model.windowed(i)) for i in stage.layers] + [
+            (self.is_moe(f"mtp.{k}"), False) for k in stage.mtp
+        ]
+
     def blocks(self, stage: StageSpec) -> list[bool]:
         """For each block of a stage, whether it has experts."""
         return [self.is_moe(part) for part in block_names(stage)]

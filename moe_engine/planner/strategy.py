@@ -24,6 +24,9 @@ _OF_ENGINE = {"norm": "norm", "mla_up": "mla_up_proj", "swiglu": "moe_act", "att
 
 DISPATCH = ("expert", "rank", "node")
 
+# What of a block a host launches as one recorded graph and not kernel by kernel; empty: what is usual on the cards.
+GRAPHS = ("", "none", "router", "attention", "full")
+
 TILE = 128  # numbers of one scale in fp8
 
 
@@ -79,7 +82,9 @@ class Strategy:
     per `node` (from where links spread it). wire_fp8: rows to the experts are codes. windows: where kernels put rows,
     the room for them. on_node: ranks of a node within an expert-parallel group, where rows of this engine go in two
     hops, else 0; max_recv_rows, capacity_factor: as in section `moe`. exchange, payload: of context parallelism, as in
-    section `cp`. frozen: the weights are not trained (adapters are), so they have no gradients and no states.
+    section `cp`. graphs: what of a block is launched as one graph (GRAPHS; `attention` with the router and what lies
+    between). fused_biases: experts' biases are added by their products, not in kernels of their own. frozen: the
+    weights are not trained (adapters are), so they have no gradients and no states.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -105,6 +110,8 @@ class Strategy:
     capacity_factor: float = 0.0
     exchange: str = "ring"
     payload: str = "kv"
+    fused_biases: bool = True
+    graphs: str = ""
     frozen: bool = False
     overlap: Overlap = field(default_factory=Overlap)
 
@@ -114,6 +121,8 @@ class Strategy:
             raise ConfigError(f"recompute={unknown[0]}: cannot be computed again; use some of {', '.join(RECOMPUTE)}")
         if self.dispatch not in DISPATCH:
             raise ConfigError(f"dispatch={self.dispatch}: no such way; use one of {', '.join(DISPATCH)}")
+        if self.graphs not in GRAPHS:
+            raise ConfigError(f"graphs={self.graphs}: no such part; use one of {', '.join(GRAPHS[1:])}")
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero}: ZeRO has stages 0 to 3; use zero=1")
 

@@ -71,23 +71,24 @@ def step_work(cut: Cut, cluster: ClusterConfig) -> StepWork:
     """The work of every stage and of the step."""
     strategy = cut.strategy
     rates = Rates(strategy, cluster)
-    by_kind = {moe: block_parts(cut.model, rates, moe) for moe in {m for s in cut.stages for m in cut.blocks(s)}}
+    kinds = {kind for spec in cut.stages for kind in cut.kinds(spec)}
+    by_kind = {kind: block_parts(cut.model, rates, *kind) for kind in kinds}
     head = head_passes(cut.model, rates)
     stages: list[StageWork] = []
-    equal: dict[tuple[tuple[bool, ...], bool], StageWork] = {}
+    equal: dict[tuple[tuple[tuple[bool, bool], ...], bool], StageWork] = {}
     for spec in cut.stages:
-        kind = (tuple(cut.blocks(spec)), spec.head)
-        if kind in equal:
-            stages.append(equal[kind])
+        key = (tuple(sorted(cut.kinds(spec))), spec.head)
+        if key in equal:
+            stages.append(equal[key])
             continue
         parts: dict[str, Passes] = {}
-        for moe in cut.blocks(spec):
-            for name, passes in by_kind[moe].items():
+        for kind in cut.kinds(spec):
+            for name, passes in by_kind[kind].items():
                 parts[name] = parts[name] + passes if name in parts else passes
         if spec.head:
             parts["head and loss"] = head * (1 + len(spec.mtp))
-        equal[kind] = StageWork(parts)
-        stages.append(equal[kind])
+        equal[key] = StageWork(parts)
+        stages.append(equal[key])
     cut_along = strategy.layout.tp if strategy.sequence_parallel else 1
     volume = 2.0 * strategy.tokens * cut.model.dim / cut_along
     message = hardware.message_seconds(cluster, volume, strategy.layout.stage_size) if strategy.layout.pp > 1 else 0.0
@@ -173,9 +174,9 @@ def stage_cost(work: StepWork, stage: int, efficiency: Efficiency) -> Cost:
     return Cost(f=forward, b=backward, w=cost.w, fb=cost.fb, communication=work.message / efficiency.links)
 
 
-def block_cost(model: Architecture, rates: Rates, moe: bool, efficiency: Efficiency) -> Cost:
+def block_cost(model: Architecture, rates: Rates, moe: bool, windowed: bool, efficiency: Efficiency) -> Cost:
     """The costs of one block by itself."""
-    passes = sum(block_parts(model, rates, moe).values(), Passes(Work(), Work(), Work()))
+    passes = sum(block_parts(model, rates, moe, windowed).values(), Passes(Work(), Work(), Work()))
     return _cost(passes, rates.strategy.overlap, efficiency)
 
 

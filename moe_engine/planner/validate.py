@@ -36,13 +36,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Validation:
-    """All predictions of the best rows, what was left out, and the spread of equal configurations."""
+    """All predictions of the best rows, what was left out, the spread of equal configurations, and all rows used."""
 
     predictions: list[Prediction]
     rows: int
     used: int
     dropped: list[Dropped]
     noise: list[tuple[Measurement, float]]
+    measurements: Sequence[Measurement] = ()
 
 
 def validate(rows: int, measurements: Sequence[Measurement], dropped: Sequence[Dropped]) -> Validation:
@@ -53,7 +54,7 @@ def validate(rows: int, measurements: Sequence[Measurement], dropped: Sequence[D
     fits = {model: Fits(_without(samples, names, model), names, starts) for model in set(names.values())}
     predictions = [p for group in sorted(samples) for p in _predict(group, samples, names, fits)]
     used = len(measurements) - len(failed)
-    return Validation(predictions, rows, used, [*dropped, *failed], noise)
+    return Validation(predictions, rows, used, [*dropped, *failed], noise, measurements)
 
 
 def rank_agreement(predictions: Sequence[Prediction]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from moe_engine.planner.calibrate import quantile
+from moe_engine.planner.floor import TOLD, as_run, as_tabled, floor
 from moe_engine.planner.report import Table
 from moe_engine.planner.validate import MemoryCheck, Prediction, Validation, rank_agreement
 
@@ -14,7 +15,7 @@ WORST = 12
 
 def validation_tables(found: Validation) -> list[Table]:
     """Everything about predicted steps."""
-    return [_rows_table(found), _groups_table(found), _overall_table(found), _worst_table(found)]
+    return [_rows_table(found), _groups_table(found), _overall_table(found), _floor_table(found), _worst_table(found)]
 
 
 def memory_table(checks: list[MemoryCheck]) -> Table:
@@ -79,6 +80,20 @@ def _overall_table(found: Validation) -> Table:
     rows.append(["pairs of layouts in the right order", str(pairs), share, *[""] * 7])
     header = ["", "rows", "fitted", "90%", "default", "90%", "naive", "90%", "mean", "worst"]
     return Table("Step time: each model by efficiencies fitted on others", header, rows)
+
+
+def _floor_table(found: Validation) -> Table:
+    """What a plan that knew the other measurements of a configuration would miss."""
+    rows = []
+    for how, alike in (("as tables state it", as_tabled), ("recipes known", as_run)):
+        for kind, experts in (("all", (False, True)), ("dense", (False,)), ("MoE", (True,))):
+            least = floor([row for row in found.measurements if bool(row.model.num_experts) in experts], alike)
+            if least is None:
+                continue
+            cells = [f"{value:.1%} ({low:.1%} to {high:.1%})" for value, low, high in least.told.values()]
+            rows.append([f"{kind}, {how}", str(least.configurations), str(least.rows), *cells, f"{least.worst:.1%}"])
+    header = ["configuration", "configurations", "rows", *TOLD, "worst"]
+    return Table("The least error on this table: rows predicted by the others of their configuration", header, rows)
 
 
 def _worst_table(found: Validation) -> Table:

@@ -22,12 +22,24 @@ BF16_PRODUCTS = 0.75
 CODED_PRODUCT, CODING = 1.3, 1.4
 # Units and launches run side by side: how sharply the longer one wins (1: they add up).
 LAUNCH_POWER = 3.0
-# A block with experts launches so many times what a dense one does: routing, permutation, exchange, grouped products.
-MOE_LAUNCHES = 3.0
+# Bytes between memory and units for each number of an expert's products where biases, weighted by the router's fp32
+# scores, are kernels of their own, expert by expert: the sum in fp32, joined to one tensor, and rounded.
+BIASES = 20.0
+# Launches of a pass through a block with experts, in those of a dense one: routing, permutation, exchange; of each of
+# a rank's experts, whose products are launched one by one and in fp8 make codes first; and where rows go by all-to-all,
+# the host waits until their numbers are known, unless they are limited.
+MOE_LAUNCHES, COUNTS_AWAITED = 3.5, 2.0
+EXPERT_LAUNCHES = {"bf16": 0.06, "fp8": 0.12, "fp4": 0.12}
+# Of these, what graphs take over: the router; attention too. In racks of more cards than a node's most is captured as a
+# rule, where nothing is said.
+CAPTURED = {"none": 0.0, "router": 0.8, "attention": 1.8}
+EAGER_IN_RACKS, NODE = 0.3, 8
 # Attention cores reach half of their rate at this many tokens, and backward takes so much longer per operation. From
 # published rates on Hopper: forward 553 and 638 TFLOP/s at 4,096 and 16,384 tokens, backward 422 and 523.
 SHORT_SEQUENCE = 885.0
 ATTENTION_BACKWARD = 1.27
+# Kernels compute scores in tiles of so many keys: the window's border lies in one more.
+WINDOW_TILE = 128
 # Since Hopper's matrix units the exponential of a score takes as long as the products with this sum of widths, partly
 # beside them: per operation, heads of 64 take a third longer than heads of 128, which the published rates are of.
 EXPONENTIAL = 128.0
@@ -126,15 +138,15 @@ class Rates:
         return Work(memory=size * self.memory)
 
 
-def block_parts(model: Architecture, rates: Rates, moe: bool) -> dict[str, Passes]:
+def block_parts(model: Architecture, rates: Rates, moe: bool, windowed: bool = False) -> dict[str, Passes]:
     """The passes of one block over one micro-batch, by part; what backward computes again is a part of its own."""
     strategy = rates.strategy
     projections = _products(rates, strategy.tokens, model.attention())
-    core, around = _attention(model, rates), _elementwise(model, rates, moe)
+    core, around = _attention(model, rates, windowed), _elementwise(model, rates, moe)
     tensor, context = _tensor_parallel(model, rates, moe), _context_parallel(model, rates)
     others = _products(rates, strategy.tokens, [m for m in model.dense_matrices(moe) if m not in model.attention()])
     backward = 2.5 * ATTENTION_BACKWARD if strategy.flash else 2.0
-    launches = Work(blocks=MOE_LAUNCHES if moe else 1.0)
+    launches = Work(blocks=_launches(model, rates, moe))
     # with sequence parallelism the inputs of column-split matrices are gathered again for their weight gradients
     gathered_again = 1.5 if strategy.sequence_parallel else 1.0
     parts = {
@@ -154,6 +166,21 @@ def block_parts(model: Architecture, rates: Rates, moe: bool) -> dict[str, Passe
     if strategy.frozen:
         parts = {name: replace(passes, wgrad=Work()) for name, passes in parts.items()}
     return parts
+
+
+def _launches(model: Architecture, rates: Rates, moe: bool) -> float:
+    """Launches of one pass through a block by the host, in those of a dense one."""
+    strategy = rates.strategy
+    total = 1.0
+    if moe:
+        total = MOE_LAUNCHES + EXPERT_LAUNCHES[strategy.precision.compute] * model.num_experts / strategy.layout.ep
+        if strategy.dispatch == "expert" and strategy.layout.ep > 1 and not strategy.capacity_factor:
+            total += COUNTS_AWAITED
+    if strategy.graphs == "full":
+        return 0.0
+    if strategy.graphs:
+        return max(0.0, total - CAPTURED[strategy.graphs])
+    return total * (EAGER_IN_RACKS if rates.cluster.gpus_per_node > NODE else 1.0)
 
 
 def head_passes(model: Architecture, rates: Rates) -> Passes:
@@ -180,15 +207,18 @@ def _products(rates: Rates, tokens: float, matrices: list[Matrix]) -> Work:
     return total
 
 
-def _attention(model: Architecture, rates: Rates) -> Work:
-    """Scores and values; with flash the half above the diagonal is not computed and nothing goes to memory."""
+def _attention(model: Architecture, rates: Rates, windowed: bool) -> Work:
+    """Scores and values; with flash the half above the diagonal, and what no window sees, is not computed and nothing
+    goes to memory."""
     strategy = rates.strategy
     heads = model.num_heads / strategy.layout.tp
     pairs = strategy.tokens * strategy.seq_len * heads
     width = model.qk_head_dim + model.v_head_dim
     if strategy.flash:
         loss = core_loss(rates.cluster, width, strategy.seq_len / strategy.layout.cp)
-        return Work(attention=pairs * width * rates.attention * loss)
+        near = model.window + WINDOW_TILE if windowed else strategy.seq_len
+        seen = 1.0 - max(0.0, 1.0 - near / strategy.seq_len) ** 2
+        return Work(attention=pairs * seen * width * rates.attention * loss)
     # a whole matrix of scores, 2 bytes each: written, read and written as a softmax, read; dropout: again, and its mask
     passes = 9.0 if strategy.dropout else 5.0
     return Work(attention=2.0 * pairs * width * rates.attention, memory=2.0 * passes * pairs * rates.memory)
@@ -233,6 +263,9 @@ def experts_work(model: Architecture, rates: Rates) -> tuple[Work, Work, Work]:
     )
     width = (model.up_factor + 1) * model.expert_hidden / strategy.etp
     routed = rates.traffic(2.0 * rows * (4 * model.dim + width) + 8.0 * tokens * model.num_experts)
+    if model.expert_biases and not strategy.fused_biases:
+        outputs = model.up_factor * model.expert_hidden / strategy.etp + model.dim
+        routed = routed + rates.traffic(BIASES * rows * outputs)
     exchange = hardware.Group(layout.ep, rates.ep.local, rates.ep.nodes)
     inside, outside = (tokens * model.dim * 2.0 * times for times in crossings(model, strategy.dispatch, exchange))
     seconds = 2 * hardware.all_to_all_seconds(cluster, exchange, inside, outside)

@@ -56,6 +56,8 @@ def test_architecture_counts_as_flops_does(mtp_depth: int) -> None:
     assert model.parameters() == flops.parameter_count(config).total
     assert 3 * model.forward_flops(4096) == flops.sequence_flops(config, 4096, "matmul")
     assert architecture(deepseek_v3()).parameters() == 671_026_404_352
+    near = replace(config, attention="gqa", num_kv_heads=8, sliding_window=128, sliding_window_every=2, num_layers=7)
+    assert 3 * architecture(near).forward_flops(4096) == flops.sequence_flops(near, 4096, "matmul")
 
 
 def test_megatron_estimator_of_deepseek_v3() -> None:

@@ -13,7 +13,7 @@ from moe_engine.planner import hardware
 from moe_engine.planner.architecture import Architecture
 from moe_engine.planner.hardware import ClusterConfig, Efficiency, Group
 from moe_engine.planner.stages import cut
-from moe_engine.planner.strategy import Overlap, Strategy
+from moe_engine.planner.strategy import Overlap, Precision, Strategy
 from moe_engine.planner.timing import beside, quick_seconds, stage_cost, steadiness, step_time, step_work
 from moe_engine.planner.work import Rates, block_parts, crossings
 from moe_engine.schedule import schedules
@@ -81,6 +81,47 @@ def test_matrix_work_is_the_models_flops() -> None:
         head = 2 * 4096 * model.vocabulary_size
         expected = (model.forward_flops(4096) - core - head) / model.num_layers + router
         assert forward * CLUSTER.peak("bf16") == pytest.approx(expected)
+
+
+def test_a_window_saves_attention_in_its_layers_alone() -> None:
+    """Half of the layers see 512 of 4,096 keys, and what the border's tile holds besides."""
+    near = replace(DENSE, window=512, window_every=2)
+    core = [
+        sum(stage.total.forward.attention for stage in step_work(cut(model, Strategy()), CLUSTER).stages)
+        for model in (DENSE, near)
+    ]
+    seen = 1 - (1 - (512 + 128) / 4096) ** 2
+    assert core[1] == pytest.approx((16 + 16 * seen) / 32 * core[0])
+    width, scores = DENSE.num_heads * 256, 4096**2 - (4096 - 512) ** 2
+    saved = 16 * width * (4096**2 - scores)
+    assert near.forward_flops(4096) == pytest.approx(DENSE.forward_flops(4096) - saved)
+    assert seconds(replace(DENSE, window=8192), Strategy()) == pytest.approx(seconds(DENSE, Strategy()))
+
+
+def test_graphs_take_launches_from_the_host() -> None:
+    layout = Layout(dp=8, ep=8)
+
+    def launches(model: Architecture, **how: object) -> float:
+        strategy = Strategy(layout, **how)  # type: ignore[arg-type]
+        return block_parts(model, Rates(strategy, CLUSTER), model.num_experts > 0)["launches"].forward.blocks
+
+    for model in (DENSE, MOE):
+        found = [launches(model, graphs=graphs) for graphs in ("none", "router", "attention", "full")]
+        assert found == sorted(found, reverse=True) and found[0] == launches(model) and found[-1] == 0.0
+    waiting = launches(MOE, dispatch="expert")
+    assert waiting > launches(MOE, dispatch="expert", capacity_factor=1.0) == launches(MOE, dispatch="node")
+    assert launches(MOE) < launches(replace(MOE, num_experts=128))  # products of each expert are launched by themselves
+    assert launches(MOE) < launches(MOE, precision=Precision(compute="fp8"))
+
+
+def test_biases_of_experts_cost_memory_traffic_where_they_are_added_apart() -> None:
+    model = replace(MOE, expert_biases=True)
+    apart, fused = (
+        block_parts(model, Rates(Strategy(fused_biases=fused), CLUSTER), True)["experts"].forward.memory
+        for fused in (False, True)
+    )
+    rows = 4096 * 8 * (2 * 2048 + 4096)
+    assert (apart - fused) * CLUSTER.memory_tb_s * 1e12 == pytest.approx(20 * rows)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp"])
