@@ -67,6 +67,7 @@ class Job:
             path / "expert_load.safetensors", self.trainer.rebalancer.layers, config.model.num_experts
         )
         if self.folder:
+            self.folder.hold()
             self.folder.begin(to_yaml(config), self.trainer.steps_done)
             self.load_history.begin(self.trainer.steps_done)
         dtype = getattr(torch, config.precision.compute)

@@ -32,6 +32,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moe_engine import one_writer
 from moe_engine.config.errors import ConfigError
 from moe_engine.distributed.collectives import Communicator
 from moe_engine.expert_load import LoadFigures, LoadHistory
@@ -131,6 +132,22 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         self._tensorboard: Any = None
         self._first_step = 1
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Let no other run write here until this one has ended. Raises ConfigError where another does."""
+        self._held = one_writer.hold(self.path)
+        if self._held is None:
+            name = self.path.name
+            raise ConfigError(
+                f"run.name={name}: another run is writing {self.path}; use another name, for example run.name={name}_2"
+            )
+
+    def release(self) -> None:
+        """Others may write here now."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def begin(self, config_yaml: str, steps_done: int) -> None:
         """Record what runs and where. Lines of steps after `steps_done`, left by an earlier try, are dropped."""
@@ -186,6 +203,7 @@ class RunFolder:
             (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             draw_losses(self.history(), summary, self.path / "loss.png")
             loads.draw(self.path / "expert_load.png")
+        self.release()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

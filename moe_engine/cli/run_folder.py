@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_engine import one_writer
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import Config, moments_format
 from moe_engine.planner.flops import parameter_count
@@ -57,6 +58,12 @@ def _name_problem(config: Config, folder: Path) -> Iterator[str]:
     name = config.run.name
     if folder.exists() and not folder.is_dir():
         yield f"run.name={name}: {folder} is not a folder; use another name, for example run.name={_free_name(folder)}"
+        return
+    if one_writer.is_held(folder):
+        yield (
+            f"run.name={name}: another run is writing {folder}; wait for its end, or use another name, for example "
+            f"run.name={_free_name(folder)}"
+        )
         return
     held = _checkpoints(folder)
     if held and not (config.run.resume or config.run.overwrite):
