@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
+from moe_engine.config.threads import thread_variables
 from moe_engine.distributed import groups
 from moe_engine.distributed.device import device_of_rank
 
@@ -33,15 +34,17 @@ def run_ranks(world: int, threads: int, function: Callable[..., Any], *args: Any
 
 @contextmanager
 def _threads(threads: int) -> Iterator[None]:
-    """OMP_NUM_THREADS for the processes started inside: it must be there when they load torch."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    """`thread_variables` for the processes started inside."""
+    variables = thread_variables(threads)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _rank(rank: int, folder: Path, world: int, threads: int, function: Callable[..., Any], args: Any) -> None:

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_engine.config.errors import ConfigError
+from moe_engine.config.threads import thread_variables
 
 FAILURES = "MOE_ENGINE_FAILURES"  # environment: the folder for records of failure, set for ranks started here
 LAUNCHER = "MOE_ENGINE_LAUNCHER"  # environment: the process that started this rank
@@ -118,7 +119,7 @@ def start_local_ranks(command: Sequence[str], world: int, threads: int) -> int:
     elastic_logger.propagate = False
 
     folder = Path(tempfile.mkdtemp(prefix="moe-engine-ranks-"))
-    os.environ.update({FAILURES: str(folder), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": str(threads)})
+    os.environ.update({FAILURES: str(folder), LAUNCHER: str(os.getpid()), **thread_variables(threads)})
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -14,6 +14,7 @@ from moe_engine.config.errors import ConfigError
 from moe_engine.config.load import load
 from moe_engine.config.routing import routing_mode
 from moe_engine.config.schema import Config
+from moe_engine.config.threads import thread_variables
 from moe_engine.config.validate import resolve, validate
 from moe_engine.layout import Layout, stages_of
 from moe_engine.schedule import schedules
@@ -79,10 +80,10 @@ def run(words: list[str]) -> int:
         command = [sys.executable, "-m", "moe_engine", "train", *words]
         return launch.start_local_ranks(command, layout.world, config.train.threads)
     if given is None:
-        os.environ.update(launch.lone_rank(), OMP_NUM_THREADS=str(config.train.threads))
+        os.environ.update(launch.lone_rank(), **thread_variables(config.train.threads))
 
     with launch.interrupt_ends_at_once():
-        from moe_engine.job import train  # loads torch, after OMP_NUM_THREADS is set
+        from moe_engine.job import train  # loads torch, after the variables of threads are set
 
     train(config)
     return 0

@@ -2,10 +2,18 @@
 
 Torch shares out each operator over its threads. Where work is many small operators, each too small for that, it is
 better to share out the pieces. Operators let other Python threads run while they compute.
+
+A thread starts where the one that started it runs, and a scheduler may leave both there for as long as the work takes:
+where there are other processors, it is told to use one of these.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -34,9 +42,12 @@ def share_out(
             work(pieces)
         return
     before, inference, failures = torch.get_num_threads(), torch.is_inference_mode_enabled(), []
+    here = _processor()
 
     def run(first: int) -> None:
         torch.set_num_threads(1)
+        if first:
+            _leave(here)
         try:
             with torch.inference_mode(inference), torch.no_grad():
                 work(pieces[first::count])
@@ -64,3 +75,24 @@ def _alone(work: Callable[[Sequence[T]], None], pieces: Sequence[T]) -> None:
             work(pieces)
     finally:
         torch.set_num_threads(before)
+
+
+def _processor() -> int | None:
+    """The one that this thread runs on; None where the system does not tell."""
+    ask = _sched_getcpu()
+    return None if ask is None else int(ask())
+
+
+@functools.cache
+def _sched_getcpu() -> Callable[[], int] | None:
+    return getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+
+
+def _leave(processor: int | None) -> None:
+    """From now on this thread runs on other processors, if it may use any."""
+    if processor is None:
+        return
+    with contextlib.suppress(OSError):  # some containers forbid it
+        others = os.sched_getaffinity(0) - {processor}
+        if others:
+            os.sched_setaffinity(0, others)

@@ -17,6 +17,7 @@ from moe_engine.__main__ import main
 from moe_engine.cli import launch
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import Config
+from moe_engine.config.threads import thread_variables
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2000"}
 SRUN = {
@@ -111,7 +112,21 @@ def test_one_rank_trains_in_this_process(
     (config,) = job.configs
     assert config.train.steps == 3 and config.parallel.dp == 1 and config.pipeline.micro_batches == 4
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("0", "1", "0")
-    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["OMP_NUM_THREADS"] == "2" and int(environment["GOMP_SPINCOUNT"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "threads", "spins"),
+    [({}, 1, None), ({"GOMP_SPINCOUNT": "7"}, 2, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, 2, None)],
+)
+def test_how_long_threads_wait_is_left_to_whoever_says_it(
+    said: dict[str, str], threads: int, spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert thread_variables(threads).get("GOMP_SPINCOUNT") == spins
 
 
 def test_more_threads_than_cores_are_refused(

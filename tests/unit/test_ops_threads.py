@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def run(text: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=240)
@@ -111,4 +113,23 @@ def test_gradient_norm_and_update_have_the_same_bits_on_any_number_of_threads() 
         for norm, values, states in results[1:]:
             assert norm == results[0][0] and torch.equal(values, results[0][1])
             assert all(torch.equal(states[name], kept) for name, kept in results[0][2].items())
+    """)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells where a thread runs")
+def test_threads_leave_the_processor_of_the_one_that_started_them() -> None:
+    run("""
+        import os, torch
+        from moe_engine.ops.threads import share_out
+        torch.set_num_threads(2)
+        allowed, found = os.sched_getaffinity(0), {}
+        def work(pieces):
+            found[pieces[0]] = os.sched_getaffinity(0)
+        for _ in range(20):
+            share_out(work, range(2))
+            assert found[0] == os.sched_getaffinity(0) == allowed
+            assert found[1] < allowed and len(found[1]) == len(allowed) - 1 if len(allowed) > 1 else found[1] == allowed
+        os.sched_setaffinity(0, {min(allowed)})
+        share_out(work, range(2))
+        assert found == {0: {min(allowed)}, 1: {min(allowed)}}
     """)
