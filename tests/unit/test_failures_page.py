@@ -27,6 +27,7 @@ def test_every_kind_has_a_row_with_tests() -> None:
         (DESIGN / "fp8_tests.md", 50),
         (DESIGN / "expert_parallel_tests.md", 40),
         (DESIGN / "context_parallel_tests.md", 30),
+        (DESIGN / "layer_tests.md", 70),
     ],
 )
 def test_every_named_test_exists(page: Path, least: int) -> None:
