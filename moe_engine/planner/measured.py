@@ -132,7 +132,8 @@ def _read(row: Row, tables: Tables) -> Measurement | Dropped:
     seconds = _seconds(row, source, model, strategy, cluster)
     if seconds is None:
         return Dropped(row["id"], "no time, throughput or FLOPS published")
-    memory = float(row["memory_gb"] or 0) * (2**30 if "GiB" in row["note"] else 1e9)
+    binary = "GiB" in row["note"] or source["memory"] == "GiB"
+    memory = float(row["memory_gb"] or 0) * (2**30 if binary else 1e9)
     return Measurement(
         id=row["id"],
         name=row["model"],

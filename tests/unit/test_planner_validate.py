@@ -254,7 +254,7 @@ def test_peak_memory_of_one_measured_stack(tables: Tables) -> None:
 def test_peak_memory_of_all_stacks(tables: Tables) -> None:
     used, _ = read_measurements(read_table(MEASURED), tables)
     errors = [abs(check.error) for check in check_memory(used)]
-    assert quantile(errors, 0.5) < 0.036 and sum(error <= 0.05 for error in errors) >= 0.61 * len(errors)
+    assert quantile(errors, 0.5) < 0.026 and sum(error <= 0.05 for error in errors) >= 0.71 * len(errors)
     narrow = [u for u in used if u.strategy.precision.moments == 4]
     assert len(narrow) == 5 and max(abs(check.error) for check in check_memory(narrow)) < 0.02
 
