@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.ops.fp8 import Codes, dequantize, quantize
+from moe_engine.ops.fp8 import Codes, quantize
 from moe_kernels.fp8_format import BLOCK, CODE
 
 
@@ -39,11 +39,6 @@ def codes_of(messages: Tensor, dim: int) -> Codes:
         codes = codes.contiguous()  # as kernels read them
     scale = _packed(messages[:, _code_bytes(dim) :]).view(torch.float32)
     return Codes(codes, scale.T.contiguous())
-
-
-def decode(messages: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The numbers [R, D] in messages [R, row_bytes(D)]."""
-    return dequantize(codes_of(messages, dim), dtype)
 
 
 def _packed(x: Tensor) -> Tensor:

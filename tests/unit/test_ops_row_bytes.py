@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_engine.ops.fp8 import dequantize, quantize
-from moe_engine.ops.row_bytes import decode, encode, row_bytes
+from moe_engine.ops.row_bytes import codes_of, encode, row_bytes
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -18,10 +18,10 @@ def test_what_is_decoded_are_the_numbers_of_the_codes(
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) * (1e-9 if gradient else 1)
     messages = encode(x, gradient)
     assert messages.shape == (shape[0], row_bytes(shape[1])) and messages.dtype == torch.uint8
-    got = decode(messages, shape[1], dtype)
+    got = dequantize(codes_of(messages, shape[1]), dtype)
     assert got.dtype == dtype and torch.equal(got, dequantize(quantize(x.float(), gradient), dtype))
     order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1))
-    assert torch.equal(decode(messages[order], shape[1], dtype), got[order])
+    assert torch.equal(dequantize(codes_of(messages[order], shape[1]), dtype), got[order])
 
 
 def test_bytes_of_a_row_of_deepseek_v3() -> None:
