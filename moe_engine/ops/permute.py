@@ -60,16 +60,11 @@ def permute(x: Tensor, rows: RowMap) -> Tensor:
     return out
 
 
-class _StandIn(torch.autograd.Function):
+class _StandIn(_Permute):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowMap) -> Tensor:
         ctx.rows = rows
         return x.new_zeros(()).expand(len(rows.source), x.shape[1])
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return moe_kernels.unpermute(grads[0], ctx.rows.places), None
 
 
 def permute_stand_in(x: Tensor, rows: RowMap) -> Tensor:
