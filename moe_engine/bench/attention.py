@@ -132,9 +132,8 @@ def _run_case(config: AttentionBenchConfig, threads: int, heads: str, dtype: str
     """Forward of each candidate, then backward of each."""
     H, G, d, e = map(int, heads.split("x"))
     rows = max(1, config.tokens // length)
-    (measured,) = run_ranks(
-        1, threads, measure, [rows, length, H, G, d, e], dtype, config.warmup, config.rounds
-    )  # fmt: skip
+    sizes = [rows, length, H, G, d, e]
+    (measured,) = run_ranks(1, threads, measure, sizes, dtype, config.warmup, config.rounds)
     # Of the pairs that are seen: 2 products of forward; 4 of backward, as many as cannot be done without.
     pairs = rows * H * length * (length + 1) / 2
     flops = {"forward": 2 * pairs * (d + e), "backward": 4 * pairs * (d + e)}

@@ -44,17 +44,8 @@ def draw(events_by_order: Mapping[str, Sequence[Any]], path: Path, title: str) -
         for row, phase, text, start, end in drawn:
             left, width = (start - first) * 1e3, (end - start) * 1e3
             if phase == "wait":
-                axis.barh(
-                    row,
-                    width,
-                    left=left,
-                    height=0.8,
-                    color="none",
-                    edgecolor="#b00020",
-                    hatch="////",
-                    linewidth=0,
-                    zorder=3,
-                )
+                red = {"color": "none", "edgecolor": "#b00020", "hatch": "////", "linewidth": 0, "zorder": 3}
+                axis.barh(row, width, left=left, height=0.8, **red)
                 continue
             axis.barh(row, width, left=left, height=0.8, color=COLOURS[phase], edgecolor="white", linewidth=0.5)
             axis.text(left + width / 2, row, text, ha="center", va="center", fontsize=7, clip_on=True)

@@ -16,10 +16,9 @@ HEADS = 8  # query heads at a time, if they share no keys: their keys and one bl
 LONG_HEADS = 1  # as many where keys are more than one tile
 SHARED_PAIRS = 1 << 20  # queries times keys of all heads from which threads get heads of their own
 
-T = TypeVar("T")
-
-
 WHOLE = slice(None)
+
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -62,7 +61,7 @@ class Scratch:
 
     def once(self, piece: Piece, visible: Visible, make: Callable[[], T]) -> T:
         """What `make` gives of these buffers: made once for all pieces of as many heads whose rows see alike."""
-        key = piece.heads.stop - piece.heads.start, id(visible.steps_of(piece.row, piece.group))
+        key = length(piece.heads), id(visible.steps_of(piece.row, piece.group))
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]
@@ -100,12 +99,14 @@ class Scratch:
 
 
 def length(part: slice) -> int:
+    """How many places a part has."""
     count: int = part.stop - part.start
     return count
 
 
 def cut(x: Tensor, dim: int, part: slice) -> Tensor:
-    return x.narrow(dim, part.start, part.stop - part.start)
+    """A part of a dimension: a view."""
+    return x.narrow(dim, part.start, length(part))
 
 
 def rows_of(x: Tensor, queries: slice) -> Tensor:

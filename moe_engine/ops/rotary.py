@@ -65,16 +65,16 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, start: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.start = interleaved, start
-        return _turn(x, cos, sin, interleaved, start)
+        return _turned(x, cos, sin, interleaved, start)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, -sin, ctx.interleaved, ctx.start), None, None, None, None
+        return _turned(grads[0], cos, -sin, ctx.interleaved, ctx.start), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, start: bool) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, start: bool) -> Tensor:
     cos, sin = (_for_each(angle, interleaved) for angle in (cos, sin))
     (heads, n), rope = x.shape[-2:], cos.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -85,7 +85,7 @@ class _Gradients:
         """Where a gradient of the queries is made, [heads, S, H/G, d]: where it goes, if that is as in a buffer."""
         if self.q.dtype == scratch.dtype and piece.group == 1:
             return self.q[piece.row, :, piece.queries, None].transpose(0, 1)
-        return scratch("d_q", (piece.heads.stop - piece.heads.start, self.q.shape[1], piece.group, self.q.shape[3]))
+        return scratch("d_q", (length(piece.heads), self.q.shape[1], piece.group, self.q.shape[3]))
 
     def put_queries(self, d_q: Tensor, piece: Piece) -> None:
         """d_q, made in `queries`, is used up."""
