@@ -44,7 +44,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """MLA, keys and values expanded, torch's attention; its fast CPU path needs values padded to the keys' width."""
+    """MLA, keys and values expanded, torch's attention; its fast CPU path needs keys and values of one width."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -70,10 +70,11 @@ class PlainAttention(nn.Module):
         kv = self.kv_up(self.kv_norm(latent)).view(B, S, heads, nope + value)
         k_nope, v = kv.split((nope, value), dim=-1)
         k_rope = _rotate(k_rope[:, :, None], turns).expand(-1, -1, heads, -1)
-        q = torch.cat((q_nope, _rotate(q_rope, turns)), dim=-1).transpose(1, 2)
-        k = torch.cat((k_nope, k_rope), dim=-1).transpose(1, 2)
-        padded = F.pad(v, (0, nope + rope - value)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, padded, is_causal=True)[..., :value]
+        q = torch.cat((q_nope, _rotate(q_rope, turns)), dim=-1)
+        k = torch.cat((k_nope, k_rope), dim=-1)
+        width = max(nope + rope, value)
+        q, k, v = (_padded(heads_, width).transpose(1, 2) for heads_ in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=(nope + rope) ** -0.5)[..., :value]
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, S, heads * value))
         return out
 
@@ -164,9 +165,17 @@ def _turns(model: ModelConfig, length: int, device: torch.device) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x [..., n] with zeros up to `width`."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
     """x [B, S, heads, rope], pairs as complex numbers."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    x_wide = x.float()
+    if any(place % 2 for place in (x_wide.storage_offset(), *x_wide.stride()[:-1])):  # a part of odd heads
+        x_wide = x_wide.clone(memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(x_wide.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(x.dtype)
 
 

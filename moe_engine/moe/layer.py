@@ -36,6 +36,7 @@ from moe_engine.moe.router import Router, Routing, check_start, check_tokens
 from moe_engine.ops.attach import attach
 from moe_engine.ops.autocast import check_precision, products_in
 from moe_engine.ops.backend import check_backend
+from moe_engine.ops.count import count_on_backward
 from moe_engine.ops.expert_activation import Activation
 from moe_engine.ops.fp8 import Fp8, use_fp8
 from moe_engine.ops.random import normal
@@ -117,7 +118,7 @@ class MoELayer(nn.Module):
         self.ep_counts = ep_counts or self.ep
         self.links = self._links(ep_nodes, ep_windows)
         # Choices of this rank's tokens dropped by `capacity_factor` in training, and all of them, since these were last
-        # cleared. No buffer: DDP overwrites those of all ranks with the first one's.
+        # cleared; counted as the router's loads are. No buffer: DDP overwrites those of all ranks with the first one's.
         self.dropped_choices = torch.zeros(2, dtype=torch.int64, device=device)
         self.choices: Choices | None = None  # who chooses in the router's place, or watches
         self.placement = ExpertPlacement(config.num_experts, self.ep.size)
@@ -222,7 +223,10 @@ class MoELayer(nn.Module):
         if self.training:
             if self.dropped_choices.device != dropped.device:  # the layer was moved, or filled after the meta device
                 self.dropped_choices = torch.zeros_like(dropped)
-            self.dropped_choices += dropped
+            if torch.compiler.is_compiling() or (torch.is_grad_enabled() and not weights.requires_grad):
+                self.dropped_choices += dropped
+            else:  # as the router's loads: a forward that is computed again counts nothing
+                weights = count_on_backward(weights, self.dropped_choices, ids, None, dropped)
         return ids, weights
 
     def _aux_loss(

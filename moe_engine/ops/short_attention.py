@@ -224,8 +224,8 @@ def _saved(ctx: Any, count: int) -> tuple[tuple[Tensor, ...], _Kept]:
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
-        kept: _Kept | None = {} if any(ctx.needs_input_grad) else None
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, keep: bool) -> Tensor:
+        kept: _Kept | None = {} if keep and any(ctx.needs_input_grad) else None
         out = _forward(_Operands(q, k, v, None, None), visible, scale, kept)
         _save(ctx, (q, k, v), kept)
         ctx.visible, ctx.scale = visible, scale
@@ -234,19 +234,19 @@ class _ShortAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         (q, k, v), kept = _saved(ctx, 3)
         d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         x, to = _Operands(q, k, v, None, None), _Gradients(d_q, d_k, d_v, None, None)
         _backward(grads[0], x, to, ctx.visible, ctx.scale, kept)
-        return d_q, d_k, d_v, None, None
+        return d_q, d_k, d_v, None, None, None
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
     """softmax(scale * q k^T) v over the visible keys, where `is_short`: q [B, S, H, d], k [B, S, G, d], v [B, S, G, e]
     -> [B, S, H, e], in v's dtype. Head g of keys and values serves query heads g H/G … (g+1) H/G - 1.
     """
-    out: Tensor = _ShortAttention.apply(q, k, v, visible, scale)
+    out: Tensor = _ShortAttention.apply(q, k, v, visible, scale, torch.is_grad_enabled())
     return out
 
 
@@ -254,9 +254,17 @@ class _LatentAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, k_rope: Tensor, visible: Visible, scale: float, turn: Turn, value: int
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        k_rope: Tensor,
+        visible: Visible,
+        scale: float,
+        turn: Turn,
+        value: int,
+        keep: bool,
     ) -> Tensor:
-        kept: _Kept | None = {} if any(ctx.needs_input_grad) else None
+        kept: _Kept | None = {} if keep and any(ctx.needs_input_grad) else None
         out = _forward(_latent_operands(q, kv, k_rope, turn, value), visible, scale, kept)
         _save(ctx, (q, kv, k_rope), kept)
         ctx.visible, ctx.scale, ctx.turn, ctx.value = visible, scale, turn, value
@@ -275,7 +283,7 @@ class _LatentAttention(torch.autograd.Function):
         shared = torch.empty(pieces, *k_rope.shape, dtype=wide, device=q.device)
         d_k, d_v = d_kv.split((kv.shape[3] - ctx.value, ctx.value), dim=3)
         _backward(grads[0], x, _Gradients(d_q, d_k, d_v, shared, turn.back), ctx.visible, ctx.scale, kept)
-        return d_q, d_kv, shared.sum(dim=0).to(k_rope.dtype), None, None, None, None
+        return d_q, d_kv, shared.sum(dim=0).to(k_rope.dtype), None, None, None, None, None
 
 
 def _latent_operands(q: Tensor, kv: Tensor, k_rope: Tensor, turn: Turn, value: int) -> _Operands:
@@ -298,5 +306,5 @@ def latent_attention(
     k_rope [B, S, r], turned already
     -> [B, S, H, value].
     """
-    out: Tensor = _LatentAttention.apply(q, kv, k_rope, visible, scale, turn, value)
+    out: Tensor = _LatentAttention.apply(q, kv, k_rope, visible, scale, turn, value, torch.is_grad_enabled())
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from moe_engine import MoEConfig, MoELayer
 from moe_engine.moe.capacity import limit_load
@@ -50,7 +51,7 @@ def test_a_layer_computes_only_what_is_kept() -> None:
     out = limited(x)
     routing = free.router(x)
     ids, weights, dropped = limit_load(routing.expert_ids, routing.expert_weights, 4, 0.5, by_score=False)
-    assert 0 < int(dropped[0]) < 12 and torch.equal(limited.dropped_choices, dropped)
+    assert 0 < int(dropped[0]) < 12 and not limited.dropped_choices.any()
     for t in range(6):
         token = x[t].detach().clone()
         expected = torch.zeros(8)
@@ -61,6 +62,25 @@ def test_a_layer_computes_only_what_is_kept() -> None:
         assert torch.allclose(out[t], expected, atol=1e-6)
     out.sum().backward()
     assert bool(limited.router.num_tokens_per_expert.sum() == 12)  # balance sees what tokens wanted
+    assert torch.equal(limited.dropped_choices, dropped)
     limited.eval()
     limited(x)
     assert torch.equal(limited.dropped_choices, dropped)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_is_computed_again_counts_no_dropped_choice_twice(reentrant: bool) -> None:
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, capacity_factor=0.5))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    layer(x).sum().backward()
+    once = layer.dropped_choices.clone()
+    layer.dropped_choices.zero_()
+    checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert once[0] > 0 and torch.equal(layer.dropped_choices, once)
+
+
+def test_a_frozen_router_counts_dropped_choices_too() -> None:
+    layer = MoELayer(MoEConfig(8, 4, 4, 2, capacity_factor=0.5))
+    layer.router.requires_grad_(False)
+    layer(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+    assert layer.dropped_choices[0] > 0 and layer.dropped_choices[1] == 12

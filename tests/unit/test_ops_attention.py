@@ -10,6 +10,7 @@ import torch
 from measures import calc_diff
 from torch import Tensor
 
+from moe_engine.ops import short_attention
 from moe_engine.ops.attention import LIMIT, attention, attention_backward, attention_forward
 from moe_engine.ops.attention_parts import HEADS
 from moe_engine.ops.rotary import Turn, rotate_end
@@ -290,6 +291,18 @@ def test_what_is_saved_is_linear_in_the_length(S: int) -> None:
     more = sum(saved) - sum(x.numel() for x in (q, k, v))
     softmax, log_sums = H * sum(QUERY_BLOCK * (i + 1) * QUERY_BLOCK for i in range(4)), H * S
     assert more == (softmax if S <= KEY_TILE else out.numel() + log_sums)
+
+
+def test_without_gradients_no_softmax_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of queries that are parameters, which autograd asks gradients of in any mode."""
+    kept: list[object] = []
+    forward = short_attention._forward
+    monkeypatch.setattr(short_attention, "_forward", lambda *args: (kept.append(args[3]), forward(*args))[1])
+    q, k, v, _ = inputs(1, 2, 2, 20, 8, 8)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            attention(q.requires_grad_(), k, v, whole_rows(20), 0.3)
+    assert kept[0] and kept[1] is None
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
