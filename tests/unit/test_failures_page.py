@@ -28,6 +28,8 @@ def test_every_kind_has_a_row_with_tests() -> None:
         (DESIGN / "expert_parallel_tests.md", 40),
         (DESIGN / "context_parallel_tests.md", 30),
         (DESIGN / "layer_tests.md", 70),
+        (DESIGN / "launch_tests.md", 60),
+        (DESIGN / "planner_tests.md", 40),
     ],
 )
 def test_every_named_test_exists(page: Path, least: int) -> None:
