@@ -281,6 +281,15 @@ def test_arguments_that_fit_no_layer_are_refused_all_at_once() -> None:
     for part in ("moe_top_k=9", "use moe_top_k=5", "mlp_type=mlp2", "mlp and glu", "mlp_impl=fast", "hidden_size=0",
                  "moe_capacity_factor=-1"):  # fmt: skip
         assert part in str(error.value)
+    wrong = dict(hidden_size="24", moe_top_k=1.5, moe_capacity_factor=float("nan"), moe_loss_weight=float("inf"),
+                 moe_jitter_eps=-0.1, moe_normalize_expert_weights=-1, activation_fn=None,
+                 pipeline_model_parallel_size=0, shared_expert_hidden_size=0)  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        dMoE(arguments(**wrong))
+    told = {line.partition("=")[0] for line in str(error.value).splitlines()}
+    assert told == set(wrong)
+    with pytest.raises(ValueError, match=r"x=\[3, 23\].*dim="):
+        dMoE(arguments())(torch.zeros(3, 23))
     with pytest.raises(ConfigError, match="mlp_type=glu: MoE has plain experts alone; use mlp_type=mlp, or dMoE"):
         MoE(arguments(mlp_type="glu"))
 

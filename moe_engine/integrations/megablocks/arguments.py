@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,26 +100,59 @@ class Arguments:
         )
 
 
+_SIZES = (
+    *("hidden_size", "ffn_hidden_size", "num_layers", "moe_num_experts", "moe_top_k"),
+    *("pipeline_model_parallel_size", "shared_expert_hidden_size"),
+)
+_NUMBERS = {
+    "moe_capacity_factor": 1.25,  # 0 drops nothing
+    "moe_loss_weight": 0.1,
+    "moe_zloss_weight": 0.001,
+    "moe_jitter_eps": 0.01,
+}
+_FUNCTIONS = {
+    "activation_fn": "torch.nn.functional.silu",
+    "init_method": "torch.nn.init.normal_",
+    "output_layer_init_method": "torch.nn.init.normal_",
+}
+
+
 def check(args: Arguments) -> None:
     """Raises ConfigError for all values that no layer can have."""
-    problems = []
-    for name in ("hidden_size", "ffn_hidden_size", "num_layers", "moe_num_experts", "moe_top_k"):
-        if getattr(args, name) < 1:
-            problems.append(f"{name}={getattr(args, name)}: must be 1 or more, for example {name}=1")
-    if args.moe_top_k > args.moe_num_experts:
+    problems = _problems_of_numbers(args)
+    whole = all(isinstance(value, int) for value in (args.moe_top_k, args.moe_num_experts))
+    if whole and args.moe_top_k > args.moe_num_experts:
         problems.append(
             f"moe_top_k={args.moe_top_k}: must not be above moe_num_experts={args.moe_num_experts}; "
             f"use moe_top_k={args.moe_num_experts}"
         )
-    if args.moe_capacity_factor < 0:
-        problems.append(
-            f"moe_capacity_factor={args.moe_capacity_factor}: must be 0 (drops nothing) or above, as in 1.25"
-        )
+    for name, example in _FUNCTIONS.items():
+        if not callable(getattr(args, name)):
+            problems.append(f"{name}={getattr(args, name)}: a function of a tensor is expected, as {example}")
     for name, known in (("mlp_type", MLP_TYPES), ("mlp_impl", MLP_IMPLEMENTATIONS)):
         if getattr(args, name) not in known:
             problems.append(f"{name}={getattr(args, name)}: no such choice; there are {' and '.join(known)}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _problems_of_numbers(args: Arguments) -> list[str]:
+    problems = []
+    for name in _SIZES:
+        value = getattr(args, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(f"{name}={value}: a whole number, 1 or more, is expected, for example {name}=1")
+    for name, example in _NUMBERS.items():
+        value = getattr(args, name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            problems.append(f"{name}={value}: a finite number, 0 or more, is expected, for example {name}={example}")
+    power = args.moe_normalize_expert_weights
+    if power is not None and not power >= 0:
+        problems.append(
+            f"moe_normalize_expert_weights={power}: the power of a norm, above 0, is expected, for example "
+            "moe_normalize_expert_weights=1; None: none"
+        )
+    return problems
 
 
 def from_megatron(megatron_args: Any) -> Arguments:

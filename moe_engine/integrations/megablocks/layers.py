@@ -22,6 +22,7 @@ from moe_engine.integrations.megablocks.losses import save_load_balancing_loss, 
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.experts import ExpertWeights, through_experts
 from moe_engine.moe.placement import ExpertPlacement
+from moe_engine.moe.router import check_tokens
 from moe_engine.ops.attach import scale_gradient
 from moe_engine.ops.autocast import cast_operands
 from moe_engine.ops.expert_activation import Activation
@@ -59,6 +60,7 @@ class LearnedRouter(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., H] -> scores [T, E], weights [T, K] of the best experts, their ids [T, K], best first."""
+        check_tokens(x, None, self.args.hidden_size)
         args, x = self.args, x.reshape(-1, x.shape[-1])
         if self.training and args.moe_jitter_eps is not None:
             x = x * torch.empty_like(x).uniform_(1 - args.moe_jitter_eps, 1 + args.moe_jitter_eps)
