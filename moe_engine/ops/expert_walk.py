@@ -26,7 +26,7 @@ Counts = Sequence[int] | Tensor  # rows of each expert
 CACHED_BYTES = 2 << 20  # of rows in all steps; what a core of a server has to itself
 # A wide weight's gradient from few rows is mostly writing. Made 128 of its rows at a time it takes little more than
 # half of the time that MKL takes for it whole, with the same bits (docs/design/layer_speed.md).
-FEW_ROWS, WIDE, GRADIENT_ROWS = 96, 512, 128
+FEW_ROWS, WIDE, GRADIENT_ROWS = range(33, 97), 512, 128
 LEAST_PRODUCTS = (
     1 << 24
 )  # of two numbers, in a forward: 0.4 ms; for fewer, a thread's start (0.1 ms) eats what it saves
@@ -166,7 +166,7 @@ class _Call:
             grad = grads[expert.number]
             if grad.dtype != self.compute:
                 grad.copy_(d_out[own].T @ rows[own])
-            elif expert.stop - expert.start > FEW_ROWS or grad.shape[1] < WIDE:
+            elif expert.stop - expert.start not in FEW_ROWS or grad.shape[1] < WIDE:
                 torch.mm(d_out[own].T, rows[own], out=grad)
             else:
                 inputs = rows[own]
