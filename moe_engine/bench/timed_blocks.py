@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_engine.bench.timed_stage import sleeping
 from moe_engine.distributed.groups import Groups
 from moe_engine.layout import StageSpec
 from moe_engine.model.batch import Batch
@@ -22,7 +22,7 @@ from moe_engine.model.transformer import LossRule, Seams, StageOutput
 from moe_engine.moe import dispatch as wire
 from moe_engine.moe.layer import Packed
 from moe_engine.moe.placement import ExpertPlacement
-from moe_engine.ops.wgrad_queue import WgradQueue, leaf, weight_gradient
+from moe_engine.ops.wgrad_queue import WgradQueue
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,6 @@ class PhaseTimes:
     def total(self) -> float:
         """Of one micro-batch in one block, there and back."""
         return self.attn_f + self.mlp_f + self.mlp_b + self.mlp_w + self.attn_b + self.attn_w
-
-
-class _Sleep(torch.autograd.Function):
-    """The identity; it takes its time in forward, backward, and for the weight gradient, which may be queued."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, float, float], queue: WgradQueue | None
-    ) -> Tensor:
-        ctx.times, ctx.queue, ctx.parameter = times, queue, leaf(weight)
-        time.sleep(times[0])
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        time.sleep(ctx.times[1])
-
-        def make() -> Tensor:
-            time.sleep(ctx.times[2])
-            return grads[0].new_zeros(())
-
-        return grads[0], weight_gradient(ctx.queue, ctx.parameter, make), None, None
 
 
 class TimedBlocks(nn.Module):
@@ -104,12 +82,12 @@ class TimedBlocks(nn.Module):
 
     def _block(self, x: Tensor, queue: WgradQueue | None, label: str) -> Walk[Tensor]:
         times = self.times
-        normed = _sleep(x, self.weight, (times.attn_f, times.attn_b, times.attn_w), queue)
+        normed = sleeping(x, self.weight, (times.attn_f, times.attn_b, times.attn_w), queue, time.sleep)
         handle = wire.plan(self.expert_ids, self.placement, self.links, label)
         weights = self.weight * torch.ones(self.expert_ids.shape)
         rows = wire.pack_rows(normed, self.expert_ids, weights, self.placement, handle)
         out, arrival = yield Dispatch(AttnOut(x, normed, Packed(rows, handle, None)))
-        done = _sleep(arrival().x, self.weight, (times.mlp_f, times.mlp_b, times.mlp_w), queue)
+        done = sleeping(arrival().x, self.weight, (times.mlp_f, times.mlp_b, times.mlp_w), queue, time.sleep)
         back = yield Combine(MlpOut(done, None), handle)
         total: Tensor = out.residual + wire.sum_rows(back.rows, handle)
         return total
@@ -120,8 +98,3 @@ class _Sizes:
     """What an executor asks a stage's model."""
 
     dim: int
-
-
-def _sleep(x: Tensor, weight: Tensor, times: tuple[float, float, float], queue: WgradQueue | None) -> Tensor:
-    out: Tensor = _Sleep.apply(x, weight, times, queue)
-    return out

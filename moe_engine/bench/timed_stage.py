@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class TimedStage(nn.Module):
         """x [T, D] -> the same, later."""
         if x is None:
             x = torch.zeros(batch.shape[0] * batch.shape[1], self.model.dim)
-        out: Tensor = _Work.apply(x, self.weight, queue, self.cost, self.sleep)
+        cost = self.cost
+        out = sleeping(x, self.weight, (cost.f, cost.b - cost.w, cost.w), queue, self.sleep)
         return StageOutput(
             x=out,
             loss=out.sum() if self.last else None,
@@ -73,24 +74,42 @@ class TimedStage(nn.Module):
 
 
 class _Work(torch.autograd.Function):
-    """The identity, which takes its time; the gradient of the weight is 1."""
+    """See `sleeping`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WgradQueue | None, cost: Cost, sleep: Sleep) -> Tensor:
-        ctx.queue, ctx.parameter, ctx.cost, ctx.sleep = queue, leaf(weight), cost, sleep
-        sleep(cost.f)
-        return x.clone()
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        times: tuple[float, float, float],
+        queue: WgradQueue | None,
+        sleep: Callable[[float], None],
+    ) -> Tensor:
+        ctx.times, ctx.queue, ctx.sleep, ctx.parameter, ctx.shape = times, queue, sleep, leaf(weight), weight.shape
+        sleep(times[0])
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        cost, sleep = ctx.cost, ctx.sleep
+        ctx.sleep(ctx.times[1])
 
         def make() -> Tensor:
-            sleep(cost.w)
-            return torch.ones(1)
+            ctx.sleep(ctx.times[2])
+            return torch.ones(ctx.shape)
 
-        sleep(cost.b - cost.w)
         return grads[0], weight_gradient(ctx.queue, ctx.parameter, make), None, None, None
+
+
+def sleeping(
+    x: Tensor,
+    weight: Tensor,
+    times: tuple[float, float, float],
+    queue: WgradQueue | None,
+    sleep: Callable[[float], None],
+) -> Tensor:
+    """x, which takes its time in forward, in backward, and for the weight's gradient, which is 1 and may be queued."""
+    out: Tensor = _Work.apply(x, weight, times, queue, sleep)
+    return out
 
 
 def timed_stages(groups: Groups, held: Sequence[int], cost: Cost, sleep: Sleep, dim: int) -> dict[int, TimedStage]:

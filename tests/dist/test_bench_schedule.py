@@ -11,7 +11,9 @@ from ranks import run_ranks
 
 from moe_engine.__main__ import main
 from moe_engine.bench import schedule as bench
-from moe_engine.bench.timed_stage import Sleep, TimedStage, _Work
+from moe_engine.bench.timed_stage import Sleep, TimedStage
+from moe_engine.model.batch import Batch, ItemCounts
+from moe_engine.model.transformer import LossRule
 from moe_engine.ops.wgrad_queue import WgradQueue
 from moe_engine.schedule.schedules import names
 from moe_engine.schedule.simulate import Cost
@@ -50,7 +52,9 @@ def test_a_stage_sleeps_where_its_weight_gradient_is_made(monkeypatch: pytest.Mo
     sleep, queue, cost = Sleep(overshoot=0.5), WgradQueue(), Cost(f=1, b=5, w=2, fb=6)
     stage = TimedStage(0, 2, cost, sleep, dim=4)
     x = torch.zeros(3, 4, requires_grad=True)
-    y = _Work.apply(x, stage.weight, queue, cost, sleep)
+    tokens, place = torch.zeros(1, 1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)
+    batch, rule = Batch(tokens, tokens, place, place.int()), LossRule(ItemCounts(3, (), 1, 3), 0.0)
+    y = stage(batch, x, rule, queue).x
     assert slept == [0.5]
     with queue.defer("first"):
         y.backward(torch.ones(3, 4))
