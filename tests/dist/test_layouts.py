@@ -254,7 +254,7 @@ def rounded_moments() -> list[Case]:
         Case(pp=2, dp=2, schedule="zb_h1", recompute="full", padding=True),
         Case(pp=2, dp=4, ep=2, placement=1, schedule="dualpipe", skew=True, rows=16),
         Case(pp=2, cp=2, ep=2, schedule="overlapped_1f1b"),
-        Case(pp=4, dp=2, ep=2, schedule="zbv", model="qwen3", tied=True),
+        Case(pp=2, dp=2, ep=2, schedule="zbv", model="qwen3", tied=True),
     ]
     return [replace(case, precision="fp64_moments") for case in cases]
 
