@@ -294,6 +294,15 @@ def test_the_function_under_autocast_and_in_a_plain_module() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+def test_a_frozen_router_counts_where_the_input_has_a_gradient() -> None:
+    layer, x = MoELayer(make_config()), tokens(9, 24)
+    layer.router.requires_grad_(False)
+    layer(x).sum().backward()
+    assert not layer.router.num_tokens_per_expert.any() and layer.experts.down.grad.any()
+    layer(x.requires_grad_()).sum().backward()
+    assert layer.router.num_tokens_per_expert.sum() == 9 * 3
+
+
 def test_every_weight_comes_from_unbiased_scores() -> None:
     """Case 10, for sizes of published models; the loop of the oracle is too slow for them."""
     for E, K in ((8, 1), (8, 2), (64, 6), (128, 8), (256, 8), (256, 16)):
