@@ -10,6 +10,7 @@ processor's, the system's part of it, and the pages a call touched first: what n
 
 from __future__ import annotations
 
+import os
 import resource
 import statistics
 import time
@@ -142,6 +143,9 @@ def _check(config: LayerBenchConfig) -> None:
         value = getattr(config, name)
         if value < smallest:
             problems.append(f"{name}={value}: must be {smallest} or more, for example {name}={smallest}")
+    cores = os.cpu_count() or 1
+    if config.threads > cores:  # some thousands end a process
+        problems.append(f"threads={config.threads}: this machine has {cores}; use threads={cores} or fewer")
     if config.gradients not in GRADIENTS:
         problems.append(f"gradients={config.gradients}: they are {' or '.join(GRADIENTS)}")
     if not config.seconds > 0:

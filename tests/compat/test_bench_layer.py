@@ -26,6 +26,7 @@ def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path:
         "rounds=0",
         "seconds=0",
         "scale=-1",
+        "threads=3000",
         "gradients=lost",
         f"out={tmp_path}/file",
     ]
@@ -40,6 +41,7 @@ def test_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path:
         "rounds=0",
         "seconds=0",
         "scale=-1",
+        "threads=3000: this machine has",
         "gradients=lost: they are dropped or kept",
         "is a file",
     ):
