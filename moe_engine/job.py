@@ -5,6 +5,7 @@ Every rank runs this; the one with rank 0 reports.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,7 +41,7 @@ def train(config: Config) -> None:
     torch.set_num_threads(config.train.threads)
     device = device_of_rank()
     check_device(config, device)
-    rank = groups.start(device)
+    rank = groups.start(device, timeout_s=config.run.exchange_limit_s)
     try:
         Job(config, rank, device).run()
     finally:
@@ -55,7 +56,8 @@ class Job:
         self.console = Console(quiet=rank != 0, markup=False, highlight=False)  # texts hold paths and lists
         self.corpus = self._prepare_text()
         log = CollectiveLog(waits=[]) if config.trace.enabled else None
-        self.trainer = Trainer(config, rank, device, log)
+        connect = functools.partial(groups.build_groups, limit_s=config.run.exchange_limit_s)
+        self.trainer = Trainer(config, rank, device, log, connect)
         self.world = self.trainer.groups.world
         self.data = self._dataset("train")
         self.validation = self._validation_rows()

@@ -44,6 +44,7 @@ class Failure:
     time: float  # seconds since the epoch
     mistake: bool  # the user's, not a fault: exit code 2
     text: str
+    timed_out: bool = False  # it waited for a rank that stood still, which only the launcher then killed
 
 
 def given_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -154,7 +155,9 @@ def _explain(folder: Path, exits: Mapping[int, int]) -> int:
     records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
     killed = sorted(rank for rank, code in exits.items() if code < 0 and -code not in CONSEQUENCES)
     first = min(records, key=lambda failure: failure.time, default=None)
-    if first is None or killed:  # what the others then told, of connections that closed, would only mislead
+    if first is None or (
+        killed and not first.timed_out
+    ):  # what the others then told, of connections that closed, would only mislead
         ended_by_launcher = {rank for rank, code in exits.items() if code == -signal.SIGTERM}
         for rank in killed or sorted(exits.keys() - ended_by_launcher or ended_by_launcher):
             print(f"rank {rank} {_cause(exits[rank])}\n{_log_tail(folder, rank)}", file=sys.stderr)
@@ -218,7 +221,7 @@ def report(error: Exception) -> int:
     code = 2 if mistake else 1
     rank = int(os.environ.get("RANK", "0"))
     if started_here(os.environ):
-        record = Failure(rank, time.time(), mistake, text)
+        record = Failure(rank, time.time(), mistake, text, getattr(error, "timed_out", False))
         path = Path(os.environ[FAILURES]) / f"failure_{rank}.json"
         path.with_suffix(".part").write_text(json.dumps(asdict(record)))
         path.with_suffix(".part").rename(path)

@@ -281,6 +281,8 @@ class RunConfig:
     resume: bool = False  # go on from the newest complete checkpoint of this run
     overwrite: bool = False  # remove the run that this folder holds, where it is not resumed
     check: bool = False  # only validate the configuration, and print it with the layout
+    # Seconds that a rank waits for others in an exchange; one that stands still longer is named, and the run ends
+    exchange_limit_s: float = 600.0
     ranks: int | None = None  # of the whole job; null: those given by torchrun or Slurm, else what the layout needs
 
 

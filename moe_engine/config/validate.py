@@ -224,6 +224,7 @@ def _check_train(rules: Rules) -> None:
         )
     rules.one_of("train.kernels", _CHOICES["train.kernels"])
     rules.at_least(1, "trace.drawn_step")
+    rules.at_least(1, "run.exchange_limit_s")
     if not rules["run.dir"]:
         rules.refuse("run.dir", "a folder is needed, for example run.dir=runs")
     name = rules["run.name"]

@@ -85,11 +85,17 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def build_groups(layout: Layout, placement: Placement, rank: int, log: CollectiveLog | None = None) -> Groups:
-    """Make every communicator of `rank`. All ranks of the world must call this at the same point."""
+def build_groups(
+    layout: Layout,
+    placement: Placement,
+    rank: int,
+    log: CollectiveLog | None = None,
+    limit_s: float = TIME_LIMIT_S,
+) -> Groups:
+    """Make every communicator of `rank`, at the same point on all ranks; an exchange may take `limit_s`."""
     if layout.world > 1 and dist.get_world_size() != layout.world:
         raise ValueError(f"world={dist.get_world_size()}: the layout {layout} needs {layout.world} ranks")
-    return arrange(layout, placement, world_communicator(rank, layout.world, log), Maker(rank, log))
+    return arrange(layout, placement, world_communicator(rank, layout.world, log), Maker(rank, log, limit_s))
 
 
 def arrange(layout: Layout, placement: Placement, world: Communicator, make: Maker) -> Groups:
@@ -146,8 +152,8 @@ class Maker:
 
     communicator: type[Communicator] = Communicator
 
-    def __init__(self, rank: int, log: CollectiveLog | None) -> None:
-        self.rank, self.log = rank, log
+    def __init__(self, rank: int, log: CollectiveLog | None, limit_s: float = TIME_LIMIT_S) -> None:
+        self.rank, self.log, self.limit = rank, log, timedelta(seconds=limit_s)
 
     def __call__(self, name: str, groups: Iterable[tuple[int, ...]]) -> Communicator | None:
         """Make all `groups` (equal ones once); the communicator of the one that this rank is in, if any."""
@@ -160,7 +166,7 @@ class Maker:
 
     def connect(self, ranks: tuple[int, ...]) -> Any:
         """What torch knows these ranks by."""
-        return dist.new_group(list(ranks))
+        return dist.new_group(list(ranks), timeout=self.limit)  # torch's own is half an hour on Gloo
 
     def one(self, name: str, groups: Iterable[tuple[int, ...]]) -> Communicator:
         mine = self(name, groups)

@@ -7,6 +7,7 @@ within moments too, and it comes as well. Who does not come is named.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,14 @@ TIME_LIMIT_S = 600.0  # of an exchange
 
 
 class RankLostError(RuntimeError):
-    """An exchange failed; the message names it, and the ranks that no longer answer."""
+    """An exchange failed; the message names it, and the ranks that no longer answer.
+
+    timed_out: nothing was lost that a backend could see; somebody stands still.
+    """
+
+    def __init__(self, message: str, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 def wait_until(done: Callable[[], bool], what: str, ranks: Sequence[int], limit_s: float = TIME_LIMIT_S) -> None:
@@ -36,16 +44,18 @@ def wait_until(done: Callable[[], bool], what: str, ranks: Sequence[int], limit_
 def explain(what: str, ranks: Sequence[int], error: Exception) -> RankLostError:
     """The error to raise for a failed exchange `what` among `ranks`."""
     reason = str(error).partition("\n")[0]
+    timed_out = isinstance(error, TimeoutError) or re.search("time(d )?out", reason, re.IGNORECASE) is not None
     try:
         silent = _roll_call(ranks)
     except (RuntimeError, ValueError) as failure:
         return RankLostError(
-            f"{what}: {reason}; nor does the place where the ranks met ({str(failure).splitlines()[0]})"
+            f"{what}: {reason}; nor does the place where the ranks met ({str(failure).splitlines()[0]})",
+            timed_out,
         )
     if silent:
         who = f"rank {silent[0]} no longer answers" if len(silent) == 1 else f"ranks {silent} no longer answer"
-        return RankLostError(f"{what}: {who} ({reason})")
-    return RankLostError(f"{what}: {reason}; all of its ranks still answer")
+        return RankLostError(f"{what}: {who} ({reason})", timed_out)
+    return RankLostError(f"{what}: {reason}; all of its ranks still answer", timed_out)
 
 
 def _roll_call(ranks: Sequence[int]) -> list[int]:

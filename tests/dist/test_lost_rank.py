@@ -122,6 +122,28 @@ def test_who_waits_for_a_device_names_the_rank_that_does_not_answer() -> None:
     lost.wait_until(lambda: next(calls), "rows put", (0, 1))
 
 
+def _stands_still(rank: int) -> tuple[str, bool]:
+    """Rank 0 waits for rank 1, which lives and takes no part until it has been missed."""
+    lost.ROLL_CALL_S = 0.0  # in a process of its own, which is itself there
+    ep, store = Maker(rank, None, limit_s=0.5).one("ep", [(0, 1)]), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["missed"])
+        return "", False
+    try:
+        ep.all_reduce_max(torch.zeros(1))
+    except lost.RankLostError as error:
+        return str(error), error.timed_out
+    finally:
+        store.set("missed", "")
+    return "", False
+
+
+def test_every_group_has_the_time_limit_of_an_exchange() -> None:
+    text, timed_out = run_ranks(2, _stands_still)[0]
+    assert timed_out
+    assert "rank 1 no longer answers" in text
+
+
 @pytest.mark.parametrize("way", ["all_to_all", "hierarchical"])
 def test_the_others_name_a_killed_rank(way: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -234,6 +235,16 @@ def test_a_rank_that_was_killed_is_told_with_its_last_words(tmp_path: Path, caps
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "rank 2 was killed by SIGKILL: often because memory ran out"
     assert lines[1:-1] == [f"line {number}" for number in range(50 - launch.LOG_LINES, 50)]
+
+
+def test_a_rank_that_stood_still_until_it_was_killed_is_told_by_who_waited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "failure_0.json").write_text(
+        json.dumps(asdict(launch.Failure(0, 1.0, False, "rank 1 no longer answers", timed_out=True)))
+    )
+    assert launch._explain(tmp_path, {0: 1, 1: -9}) == 1
+    assert capsys.readouterr().err.splitlines()[:2] == ["rank 0 failed first:", "rank 1 no longer answers"]
 
 
 def test_a_rank_that_was_killed_comes_before_those_that_lost_it(
