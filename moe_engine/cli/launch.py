@@ -155,9 +155,8 @@ def _explain(folder: Path, exits: Mapping[int, int]) -> int:
     records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
     killed = sorted(rank for rank, code in exits.items() if code < 0 and -code not in CONSEQUENCES)
     first = min(records, key=lambda failure: failure.time, default=None)
-    if first is None or (
-        killed and not first.timed_out
-    ):  # what the others then told, of connections that closed, would only mislead
+    if first is None or (killed and not first.timed_out):
+        # What the others then told, of connections that closed, would only mislead.
         ended_by_launcher = {rank for rank, code in exits.items() if code == -signal.SIGTERM}
         for rank in killed or sorted(exits.keys() - ended_by_launcher or ended_by_launcher):
             print(f"rank {rank} {_cause(exits[rank])}\n{_log_tail(folder, rank)}", file=sys.stderr)

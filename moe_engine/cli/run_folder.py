@@ -13,10 +13,9 @@ from pathlib import Path
 
 from moe_engine import one_writer
 from moe_engine.config.errors import ConfigError
-from moe_engine.config.schema import Config, moments_format
+from moe_engine.config.schema import FORMAT_BYTES, Config, moments_format
 from moe_engine.planner.flops import parameter_count
 
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _RESULTS = ("metrics.jsonl", "summary.json", "loss.png", "config.yaml", "environment.json", "tb", "checkpoints")
 
 
@@ -80,7 +79,7 @@ def _name_problem(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _room_problem(config: Config, folder: Path) -> Iterator[str]:
-    master, moments = (_BYTES[name] for name in (config.precision.master, moments_format(config.precision)))
+    master, moments = (FORMAT_BYTES[name] for name in (config.precision.master, moments_format(config.precision)))
     needed = parameter_count(config.model).total * (master + 2 * moments)  # what a checkpoint has of each parameter
     free = shutil.disk_usage(_nearest(folder)).free
     if free < needed:

@@ -208,6 +208,9 @@ class RecomputeConfig:
     names: list[str] = field(default_factory=lambda: ["norm", "mla_up", "swiglu"])
 
 
+FORMAT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}  # a number of parameters, gradients, masters, moments
+
+
 @dataclass
 class PrecisionConfig:
     """Section `precision`: formats of parameters and compute, of summed gradients, of master weights and moments."""

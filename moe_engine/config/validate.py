@@ -17,22 +17,21 @@ from moe_engine.config.context_rules import check_context_parallel
 from moe_engine.config.model_rules import check_length, check_model
 from moe_engine.config.routing_rules import check_room, check_routing, check_routing_mode
 from moe_engine.config.rules import Rules, divisors, nearest
-from moe_engine.config.schema import Config, MoEConfig, PrecisionConfig, RecomputeConfig, moments_format
+from moe_engine.config.schema import FORMAT_BYTES, Config, MoEConfig, PrecisionConfig, RecomputeConfig, moments_format
 
 # recipe: its compute format
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 
 LONGEST_BF16_MEMORY = 1 - 2**-8  # the largest beta of moments in bf16
-_WIDTHS = {"bfloat16": 16, "float32": 32, "float64": 64}
 _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
     "recompute.mode": ("none", "selective", "full"),
     "recompute.names": ("norm", "mla_up", "swiglu", "attention"),
     "precision.name": tuple(PRECISIONS),
-    "precision.compute": tuple(_WIDTHS),
+    "precision.compute": tuple(FORMAT_BYTES),
     "precision.gradient": ("float32", "float64"),
     "precision.master": ("float32", "float64"),
-    "precision.moments": ("master", *_WIDTHS),
+    "precision.moments": ("master", *FORMAT_BYTES),
     "precision.wgrad": ("fp8", "bf16"),
     "train.kernels": ("auto", "triton", "hopper"),
 }
@@ -127,13 +126,13 @@ def check_precision(rules: Rules) -> None:
         rules.refuse("precision.compute", f"recipe {recipe} computes in {PRECISIONS[recipe]}; use precision={right}")
         return
     for name in ("gradient", "master"):
-        if _WIDTHS[rules[f"precision.{name}"]] < _WIDTHS[compute]:
+        if FORMAT_BYTES[rules[f"precision.{name}"]] < FORMAT_BYTES[compute]:
             rules.refuse(
                 f"precision.{name}",
                 f"must be at least as wide as precision.compute={compute}; use precision.{name}={compute}",
             )
     moments, master = moments_format(rules["precision"]), rules["precision.master"]
-    if _WIDTHS[moments] > _WIDTHS[master]:
+    if FORMAT_BYTES[moments] > FORMAT_BYTES[master]:
         rules.refuse(
             "precision.moments",
             f"have at most the bits of precision.master={master}; use precision.moments=master",

@@ -27,9 +27,8 @@ CACHED_BYTES = 2 << 20  # of rows in all steps; what a core of a server has to i
 # A wide weight's gradient from few rows is mostly writing. Made 128 of its rows at a time it takes little more than
 # half of the time that MKL takes for it whole, with the same bits (docs/design/layer_speed.md).
 FEW_ROWS, WIDE, GRADIENT_ROWS = range(33, 97), 512, 128
-LEAST_PRODUCTS = (
-    1 << 24
-)  # of two numbers, in a forward: 0.4 ms; for fewer, a thread's start (0.1 ms) eats what it saves
+# Of two numbers, in a forward: 0.4 ms. For fewer, a thread's start (0.1 ms) eats what it saves.
+LEAST_PRODUCTS = 1 << 24
 
 
 class Operands(NamedTuple):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from moe_engine.config.schema import Config, moe_layer_config, moments_format
+from moe_engine.config.schema import FORMAT_BYTES, Config, moe_layer_config, moments_format
 from moe_engine.layout import Layout, Placement, stages_of
 from moe_engine.planner.architecture import architecture
 from moe_engine.planner.stages import Cut
 from moe_engine.planner.strategy import Precision, Strategy, recomputed_parts
 from moe_engine.planner.symmetric import WindowSizes, window_sizes
 from moe_engine.schedule import schedules
-
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def placement_of(config: Config) -> Placement:
@@ -48,10 +46,10 @@ def cut_of(config: Config) -> Cut:
             wgrad=precision.wgrad,
             bf16_first=precision.bf16_first_layers,
             bf16_last=precision.bf16_last_layers,
-            parameter=_BYTES[precision.compute],
-            gradient=_BYTES[precision.gradient],
-            master=_BYTES[precision.master],
-            moments=2 * _BYTES[moments_format(precision)],
+            parameter=FORMAT_BYTES[precision.compute],
+            gradient=FORMAT_BYTES[precision.gradient],
+            master=FORMAT_BYTES[precision.master],
+            moments=2 * FORMAT_BYTES[moments_format(precision)],
         ),
     )
     return Cut(architecture(config.model), strategy, placement_of(config))
@@ -63,7 +61,7 @@ def windows_of(config: Config) -> WindowSizes | None:
     if config.moe.dispatch != "nvshmem" or ep == 1:
         return None
     layer, tokens = moe_layer_config(config.model, config.moe), train.micro_batch * train.seq_len // config.parallel.cp
-    return window_sizes(layer, ep, tokens, _BYTES[config.precision.compute], config.moe.recv_capacity)
+    return window_sizes(layer, ep, tokens, FORMAT_BYTES[config.precision.compute], config.moe.recv_capacity)
 
 
 def _on_node(config: Config) -> int:

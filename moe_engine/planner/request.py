@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_engine.config.errors import ConfigError
 from moe_engine.config.schema import (
+    FORMAT_BYTES,
     ModelConfig,
     ParallelConfig,
     PipelineConfig,
@@ -21,7 +22,6 @@ from moe_engine.planner.strategy import DISPATCH, GRAPHS, RECOMPUTE, Overlap, Pr
 from moe_engine.schedule import schedules
 
 COMPUTE = ("", "bf16", "fp8", "fp4")
-_WIDTH = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}
 
 
 @dataclass
@@ -142,10 +142,10 @@ def precision_of(precision: PrecisionConfig, plan: PlanSection) -> Precision:
     """Bytes of each kind of number."""
     return Precision(
         compute=plan.compute or ("fp8" if precision.name == "fp8" else "bf16"),
-        parameter=_WIDTH[precision.compute],
-        gradient=_WIDTH[precision.gradient],
-        master=_WIDTH[precision.master],
-        moments=2 * _WIDTH[moments_format(precision)] if plan.moment_bytes is None else plan.moment_bytes,
+        parameter=float(FORMAT_BYTES[precision.compute]),
+        gradient=float(FORMAT_BYTES[precision.gradient]),
+        master=float(FORMAT_BYTES[precision.master]),
+        moments=2.0 * FORMAT_BYTES[moments_format(precision)] if plan.moment_bytes is None else plan.moment_bytes,
         fp8_activations=plan.fp8_activations,
         codes=precision.name == "fp8",
         code_copies=1 + precision.keep_transposed_codes,
