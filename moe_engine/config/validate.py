@@ -22,6 +22,7 @@ from moe_engine.config.schema import FORMAT_BYTES, Config, MoEConfig, PrecisionC
 # recipe: its compute format
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 
+LONGEST_WAIT_S = 7 * 24 * 3600  # of an exchange; far beyond it the backends' own clocks overflow
 LONGEST_BF16_MEMORY = 1 - 2**-8  # the largest beta of moments in bf16
 _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"),
@@ -224,6 +225,7 @@ def _check_train(rules: Rules) -> None:
     rules.one_of("train.kernels", _CHOICES["train.kernels"])
     rules.at_least(1, "trace.drawn_step")
     rules.at_least(1, "run.exchange_limit_s")
+    rules.at_most(LONGEST_WAIT_S, "run.exchange_limit_s")
     if not rules["run.dir"]:
         rules.refuse("run.dir", "a folder is needed, for example run.dir=runs")
     name = rules["run.name"]

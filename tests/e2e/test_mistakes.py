@@ -94,6 +94,8 @@ RANGES = [
     Mistake("moe.routing=skewed:x", "skewed takes a number", "skewed:2", works="moe.routing=skewed:2"),
     Mistake("moe.routing=replay:", "no such choice", "balanced", works="moe.routing=balanced"),
     Mistake("run.ranks=0", "must be 1 or more", "run.ranks=1"),
+    Mistake("run.exchange_limit_s=0.5", "must be 1 or more", "run.exchange_limit_s=1"),
+    Mistake("run.exchange_limit_s=1e+20", "must be 604800 or less", "run.exchange_limit_s=604800"),
     Mistake(
         "data.validation_fraction=0", "needs text to validate on", "data.validation_fraction=0.05",
         shown="data.validation_fraction=0.0",
